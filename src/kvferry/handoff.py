@@ -1,0 +1,224 @@
+"""`kv_transfer_params`: what router and engines tell each other about one hand-over, and its validation.
+
+The keys are those of vLLM's own NIXL connectors, so that routers made for these work; ours add
+`transfer_id`, `transfer_mode`, `consumers` and `kvferry_incarnation`. The dictionaries come from HTTP and are
+hostile until they have passed `parse_*`, which raise `HandoffError` naming the key. Unknown keys are
+ignored: a newer router may talk to an older engine.
+
+Three values exist:
+
+- `PrefillParams`: the router's request to the producer.
+- `SourceParams`: the producer's answer: where its KV can be had.
+- `DecodeParams`: the router's request to the consumer: a `SourceParams` plus the transfer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from kvferry.errors import HandoffError
+from kvferry.ids import EngineId, Incarnation, TransferId
+
+TransferMode = Literal["push", "pull"]
+
+TEXT_CHARACTERS_MAX = 256
+RANKS_MAX = 1024
+CONSUMERS_MAX = 128
+TOKENS_MAX = 1 << 31
+TRANSFER_ID_PATTERN = re.compile(r"[0-9A-Za-z_.:-]{8,256}")
+_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
+_CHILD = re.compile(r"^\d+_")
+
+
+class PrefillParams(msgspec.Struct, frozen=True, kw_only=True):
+    """The prefill leg: compute the prompt and hand its KV to `consumers` requests.
+
+    `transfer` is None when the router does not mint ids; the legs are then paired by `paired_by_request_id`.
+    """
+
+    transfer: TransferId | None = None
+    mode: TransferMode | None = None
+    consumers: int = 1
+
+    def to_params(self) -> dict[str, Any]:
+        """The dictionary that travels as `kv_transfer_params`."""
+        params: dict[str, Any] = {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "consumers": self.consumers,
+        }
+        return params | _optional(transfer_id=self.transfer, transfer_mode=self.mode)
+
+
+class SourceParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a producer engine's KV can be had: its directory's address, its identity and its sizes."""
+
+    engine: EngineId
+    host: str
+    port: int
+    tp: int = 1
+    pp: int = 1
+    incarnation: Incarnation | None = None
+    mode: TransferMode | None = None
+    """The producer's default mode."""
+
+    def to_params(self) -> dict[str, Any]:
+        """The dictionary that travels as `kv_transfer_params`."""
+        params: dict[str, Any] = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self.engine,
+            "remote_host": self.host,
+            "remote_port": self.port,
+            "tp_size": self.tp,
+            "pp_size": self.pp,
+        }
+        return params | _optional(kvferry_incarnation=self.incarnation, transfer_mode=self.mode)
+
+
+class DecodeParams(msgspec.Struct, frozen=True, kw_only=True):
+    """The decode leg: receive the KV of `transfer` from `source`."""
+
+    source: SourceParams
+    transfer: TransferId | None = None
+    mode: TransferMode | None = None
+    consumers: int = 1
+
+    def to_params(self) -> dict[str, Any]:
+        """The dictionary that travels as `kv_transfer_params`."""
+        params = self.source.to_params() | {"consumers": self.consumers}
+        return params | _optional(transfer_id=self.transfer, transfer_mode=self.mode)
+
+
+def parse_request(params: object) -> PrefillParams | DecodeParams | None:
+    """Read the `kv_transfer_params` of a request; None when it asks for no transfer.
+
+    Raises:
+        HandoffError: a key has a wrong type, is missing or out of range.
+    """
+    if params is None:
+        return None
+    reader = _Reader(params)
+    produces = reader.flag("do_remote_decode")
+    consumes = reader.flag("do_remote_prefill")
+    if produces and consumes:
+        raise HandoffError("do_remote_decode", "is true together with do_remote_prefill; set one of them")
+    if produces:
+        return PrefillParams(
+            transfer=reader.transfer(), mode=reader.mode(), consumers=reader.count("consumers", CONSUMERS_MAX)
+        )
+    if consumes:
+        return DecodeParams(
+            source=_source(reader),
+            transfer=reader.transfer(),
+            mode=reader.mode(),
+            consumers=reader.count("consumers", CONSUMERS_MAX),
+        )
+    return None
+
+
+def parse_source(params: object) -> SourceParams:
+    """Read the `kv_transfer_params` of a producer's answer.
+
+    Raises:
+        HandoffError: a key has a wrong type, is missing or out of range.
+    """
+    return _source(_Reader(params))
+
+
+def paired_by_request_id(request_id: str) -> TransferId:
+    """The key that pairs two legs without a `transfer_id`: what the engines made of one `X-Request-Id`.
+
+    vLLM appends `-<8 hex>` to each engine's copy of the id and prefixes the children of n > 1 with `<k>_`.
+    """
+    return TransferId("x-request-id:" + _CHILD.sub("", _SUFFIX.sub("", request_id)))
+
+
+def _source(reader: _Reader) -> SourceParams:
+    incarnation = reader.text("kvferry_incarnation")
+    return SourceParams(
+        engine=EngineId(reader.required_text("remote_engine_id")),
+        host=reader.required_text("remote_host"),
+        port=reader.integer("remote_port", 1, 65535),
+        tp=reader.count("tp_size", RANKS_MAX),
+        pp=reader.count("pp_size", RANKS_MAX),
+        incarnation=None if incarnation is None else Incarnation(incarnation),
+        mode=reader.mode(),
+    )
+
+
+def _optional(**values: object) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+class _Reader:
+    """Typed access to one untrusted dictionary."""
+
+    def __init__(self, params: object) -> None:
+        if not isinstance(params, Mapping):
+            raise HandoffError("*", f"must be an object, not {type(params).__name__}")
+        self._params = params
+
+    def flag(self, key: str) -> bool:
+        value = self._params.get(key)
+        if value is None:
+            return False
+        if not isinstance(value, bool):
+            raise HandoffError(key, f"must be true or false, not {_shown(value)}")
+        return value
+
+    def text(self, key: str) -> str | None:
+        value = self._params.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, str) or not value:
+            raise HandoffError(key, f"must be a text, not {_shown(value)}")
+        if len(value) > TEXT_CHARACTERS_MAX or not value.isprintable():
+            raise HandoffError(key, f"must be printable and have at most {TEXT_CHARACTERS_MAX} characters")
+        return value
+
+    def required_text(self, key: str) -> str:
+        value = self.text(key)
+        if value is None:
+            raise HandoffError(key, "is missing")
+        return value
+
+    def integer(self, key: str, least: int, most: int) -> int:
+        value = self._params.get(key)
+        if value is None:
+            raise HandoffError(key, "is missing")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise HandoffError(key, f"must be a whole number from {least} to {most}, not {_shown(value)}")
+        return value
+
+    def count(self, key: str, most: int) -> int:
+        """A whole number from 1 on; absent means 1."""
+        return 1 if self._params.get(key) is None else self.integer(key, 1, most)
+
+    def transfer(self) -> TransferId | None:
+        value = self.text("transfer_id")
+        if value is None:
+            return None
+        if not TRANSFER_ID_PATTERN.fullmatch(value):
+            # The id is a secret: the message shows the rule, never the value.
+            raise HandoffError("transfer_id", "must have 8 to 256 letters, digits or any of _ . : -")
+        return TransferId(value)
+
+    def mode(self) -> TransferMode | None:
+        value = self.text("transfer_mode")
+        if value is None:
+            return None
+        if value == "push":
+            return "push"
+        if value == "pull":
+            return "pull"
+        raise HandoffError("transfer_mode", f"must be 'push' or 'pull', not {_shown(value)}")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}... ({type(value).__name__})"

@@ -1,0 +1,165 @@
+"""What the host (the vLLM connector, or the simulator) asks of a rank, and what a rank reports back.
+
+Commands and results are frozen and already valid. They cross the mailboxes between the engine's main
+thread and the agent's thread, and commands also travel from an engine's scheduler to its workers, so they
+pickle cheaply.
+
+Producer life: `Expect` -> `Advance`* -> `Finish` (or `Abandon`) -> result `Released`. After `Finish` or
+`Abandon` exactly one `Released` follows; the source blocks are the rank's until then.
+
+Consumer life: `Announce`? -> (`Receive` | `Withdraw`). After `Receive` exactly one of `Received` and
+`ReceiveFailed` follows. When `ReceiveFailed.fenced` is False the destination blocks may still be written;
+`BlocksSafe` follows later, exactly once.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvferry.ids import ConsumerId, EngineId, Span, TransferId
+
+Groups = tuple[tuple[Span, ...], ...]
+"""Spans of block ids, one tuple per cache group."""
+
+
+class Source(msgspec.Struct, frozen=True):
+    """Where a producer engine can be found: its directory on the side channel.
+
+    `tp` and `pp` are its advertised sizes, 0 when unknown.
+    """
+
+    engine: EngineId
+    host: str
+    port: int
+    tp: int = 0
+    pp: int = 0
+
+
+class Command(msgspec.Struct, frozen=True):
+    """Base of what a host asks for."""
+
+
+# --- producer side -------------------------------------------------------------------------------
+
+
+class Expect(Command, frozen=True):
+    """A prefill request has reached the engine. `tokens` is its prompt's length in tokens."""
+
+    transfer: TransferId
+    tokens: int
+    consumers: int = 1
+
+
+class Advance(Command, frozen=True):
+    """KV of tokens `[0, frontier)` is computed and will not change while the blocks are held.
+
+    `blocks` are the block ids of each group from block index `first_block` on: appended when
+    `first_block` is the number of blocks already known, replacing what was known from there otherwise
+    (a resumed request starts again at 0).
+    """
+
+    transfer: TransferId
+    frontier: int
+    first_block: int
+    blocks: Groups
+
+
+class Finish(Command, frozen=True):
+    """Prefill ended normally; the blocks stay leased until `Released`."""
+
+    transfer: TransferId
+
+
+class Abandon(Command, frozen=True):
+    """The request ended without (all of) its KV: abort, error. Consumers are told `Failed`."""
+
+    transfer: TransferId
+    reason: str
+
+
+class Preempt(Command, frozen=True):
+    """The engine takes these transfers' blocks away: stop posting from them, then answer `Drained`."""
+
+    transfers: tuple[TransferId, ...]
+    ticket: int
+
+
+# --- consumer side -------------------------------------------------------------------------------
+
+
+class AnnounceCommand(Command, frozen=True):
+    """A decode request waits for memory; its producer shall keep the KV."""
+
+    transfer: TransferId
+    consumer: ConsumerId
+    source: Source
+
+
+class Receive(Command, frozen=True):
+    """Destination memory for tokens `[start, stop)` is allocated. `groups` cover exactly that range."""
+
+    transfer: TransferId
+    consumer: ConsumerId
+    source: Source
+    start: int
+    stop: int
+    groups: Groups
+
+
+class Withdraw(Command, frozen=True):
+    """The request needs nothing (any more): full prefix hit, abort, rejection. Valid at every stage."""
+
+    transfer: TransferId
+    consumer: ConsumerId
+    source: Source
+    reason: str
+
+
+# --- results -------------------------------------------------------------------------------------
+
+
+class Result(msgspec.Struct, frozen=True):
+    """Base of what a rank reports to its host."""
+
+
+class Released(Result, frozen=True):
+    """Producer: nobody reads the source blocks any more and nobody will. `outcome` names why."""
+
+    transfer: TransferId
+    outcome: str
+
+
+class Drained(Result, frozen=True):
+    """Producer: answer to `Preempt`; no write reads the blocks of any of its transfers."""
+
+    ticket: int
+
+
+class Received(Result, frozen=True):
+    """Consumer: every byte of `[start, stop)` is in place."""
+
+    transfer: TransferId
+    consumer: ConsumerId
+    bytes: int
+
+
+class ReceiveFailed(Result, frozen=True):
+    """Consumer: the rest will not come. Tokens before `valid_until` are good.
+
+    `fenced` says that no producer rank can write into the destination any more, so that it may be reused.
+    `cancelled` says that it ended by our own `Withdraw`.
+    """
+
+    transfer: TransferId
+    consumer: ConsumerId
+    reason: str
+    valid_until: int
+    fenced: bool
+    cancelled: bool = False
+
+
+class BlocksSafe(Result, frozen=True):
+    """Consumer: the destination of an earlier unfenced failure can no longer be written by anyone."""
+
+    transfer: TransferId
+    consumer: ConsumerId

@@ -1,0 +1,165 @@
+"""What the ranks of two engines say to each other.
+
+All are frozen and tagged; `codec` is the only place where they become bytes. New fields get defaults and
+types never change, so that protocol version N reads N-1. Durations travel in seconds, never clock readings.
+Block ids travel as spans `(first, count)`, one list per cache group.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvferry.ids import ConsumerId, EngineId, Incarnation, Span, TransferId
+
+PROTOCOL_VERSION = 1
+PROTOCOL_VERSION_MIN = 1
+"""Oldest version that we still talk to (N-1 once there are two)."""
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="t", kw_only=True, omit_defaults=True):
+    """Base of every message."""
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """First on a new link: lets the other side write or read back without dialling.
+
+    `metadata` is the transport's own description of the sender (how to connect to it and which memory it
+    registered); `cache` is the encoded `layout.CacheSpec` of the sender's rank.
+    """
+
+    engine: EngineId
+    incarnation: Incarnation
+    pp: int
+    tp: int
+    version: int
+    metadata: bytes
+    cache: bytes
+    version_min: int = 1
+
+
+class HelloRefused(Message, frozen=True, tag="hello_refused"):
+    """The answer to a Hello that cannot be honoured (version, geometry)."""
+
+    reason: str
+
+
+# --- consumer -> producer rank -------------------------------------------------------------------
+
+
+class Announce(Message, frozen=True, tag="announce"):
+    """The request has reached me and waits for memory: keep the lease through my queue."""
+
+    transfer: TransferId
+    consumer: ConsumerId
+
+
+class Register(Message, frozen=True, tag="register"):
+    """The destination is allocated; you may post writes into it for `write_seconds`.
+
+    `groups[g]` are the spans of the consumer's blocks of cache group g which cover tokens
+    `[start, stop)`; `start` is a multiple of the consumer's block size. `sharers` is the number of ranks of
+    the consumer engine that register this transfer and consumer with this producer rank.
+    """
+
+    transfer: TransferId
+    consumer: ConsumerId
+    start: int
+    stop: int
+    groups: tuple[tuple[Span, ...], ...]
+    write_seconds: float
+    sharers: int = 1
+
+
+class Renew(Message, frozen=True, tag="renew"):
+    """I still want these; the write permission starts anew. One per peer and interval."""
+
+    transfers: tuple[tuple[TransferId, ConsumerId], ...]
+    write_seconds: float
+
+
+class Cancel(Message, frozen=True, tag="cancel"):
+    """Stop, and answer `Cancelled` when you are silent. Also sent by a consumer that needs nothing."""
+
+    transfer: TransferId
+    consumer: ConsumerId
+    reason: str
+    sharers: int = 1
+
+
+class Fetched(Message, frozen=True, tag="fetched"):
+    """Pull mode: I have read everything, release the lease."""
+
+    transfer: TransferId
+    consumer: ConsumerId
+    sharers: int = 1
+
+
+# --- producer rank -> consumer -------------------------------------------------------------------
+
+
+class Landed(Message, frozen=True, tag="landed"):
+    """Tokens `[start, stop)` of the registration are in place. Travels with the WRITE that wrote them.
+
+    It is progress, not the end: what a consumer keeps when the producer dies between two slices.
+    """
+
+    transfer: TransferId
+    consumer: ConsumerId
+    start: int
+    stop: int
+
+
+class Written(Message, frozen=True, tag="written"):
+    """Every byte of the registration is in place. Travels with the last WRITE."""
+
+    transfer: TransferId
+    consumer: ConsumerId
+    start: int
+    stop: int
+
+
+class Failed(Message, frozen=True, tag="failed"):
+    """No more will come, and no write is in flight; tokens before `valid_until` are good."""
+
+    transfer: TransferId
+    consumer: ConsumerId
+    reason: str
+    valid_until: int
+
+
+class Cancelled(Message, frozen=True, tag="cancelled"):
+    """The fence: no write of this transfer is in flight to this consumer, and none will be posted."""
+
+    transfer: TransferId
+    consumer: ConsumerId
+
+
+class TransferStatus(msgspec.Struct, frozen=True, array_like=True):
+    """`state` is one of unknown, queued, computing, writing, held; `frontier` in tokens."""
+
+    transfer: TransferId
+    consumer: ConsumerId
+    state: str
+    frontier: int
+
+
+class Status(Message, frozen=True, tag="status"):
+    """The answer to `Renew` (and to `Announce`): a slow producer is not one that lost the request."""
+
+    transfers: tuple[TransferStatus, ...]
+
+
+AnyMessage = (
+    Hello
+    | HelloRefused
+    | Announce
+    | Register
+    | Renew
+    | Cancel
+    | Fetched
+    | Landed
+    | Written
+    | Failed
+    | Cancelled
+    | Status
+)

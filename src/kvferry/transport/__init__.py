@@ -1,0 +1,1 @@
+"""How bytes and messages move between ranks: one interface, an in-process one and NIXL."""
