@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvferry.ids import ConsumerId, EngineId, Span, TransferId
+from kvferry.ids import ConsumerId, EngineId, Incarnation, Span, TransferId
 
 Groups = tuple[tuple[Span, ...], ...]
 """Spans of block ids, one tuple per cache group."""
@@ -25,7 +25,8 @@ Groups = tuple[tuple[Span, ...], ...]
 class Source(msgspec.Struct, frozen=True):
     """Where a producer engine can be found: its directory on the side channel.
 
-    `tp` and `pp` are its advertised sizes, 0 when unknown.
+    `tp` and `pp` are its advertised sizes, 0 when unknown. `incarnation` is empty when the router does not
+    know it; otherwise a peer of another incarnation is not the one that is meant.
     """
 
     engine: EngineId
@@ -33,6 +34,7 @@ class Source(msgspec.Struct, frozen=True):
     port: int
     tp: int = 0
     pp: int = 0
+    incarnation: Incarnation | None = None
 
 
 class Command(msgspec.Struct, frozen=True):
@@ -127,6 +129,20 @@ class Released(Result, frozen=True):
 
     transfer: TransferId
     outcome: str
+
+
+class DeliveryEnded(Result, frozen=True):
+    """Producer: one registration that something was posted for has ended. For metrics only.
+
+    `write_seconds` from the first post to the end; `handover_seconds` from the prefill's end, None when it
+    had not ended.
+    """
+
+    transfer: TransferId
+    consumer: ConsumerId
+    written: bool
+    write_seconds: float
+    handover_seconds: float | None
 
 
 class Drained(Result, frozen=True):

@@ -43,6 +43,12 @@ class HelloRefused(Message, frozen=True, tag="hello_refused"):
     reason: str
 
 
+class Complaint(Message, frozen=True, tag="complaint"):
+    """The answer to bytes that could not be read as a message. Never answered itself."""
+
+    reason: str
+
+
 # --- consumer -> producer rank -------------------------------------------------------------------
 
 
@@ -152,6 +158,7 @@ class Status(Message, frozen=True, tag="status"):
 AnyMessage = (
     Hello
     | HelloRefused
+    | Complaint
     | Announce
     | Register
     | Renew

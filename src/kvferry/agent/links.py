@@ -1,0 +1,222 @@
+"""What an agent knows of its peers: who they are, whether we can write to them, and by which plan.
+
+A consumer finds a producer engine through its directory, checks that the caches can be joined, connects to
+the ranks that hold its KV and says `Hello`. A producer connects back when `Hello` arrives. Nothing here
+waits: the directory is read on other threads, whose results come through the agent's mailbox. Belongs to
+the agent's thread.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvferry.agent.directory import Directory
+from kvferry.errors import GeometryError, KvferryError, PeerError
+from kvferry.ids import EngineId, Incarnation, PeerName, Rank, peer_name
+from kvferry.layout.compare import compare
+from kvferry.layout.plan import CopyPlan, plan
+from kvferry.layout.ranks import EngineSizes, sharers, sources
+from kvferry.layout.spec import CacheSpec, decode_spec, encode_spec
+from kvferry.protocol.commands import Source
+from kvferry.protocol.limits import Limits
+from kvferry.protocol.messages import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Hello
+from kvferry.protocol.outputs import Link, PeerFacts
+from kvferry.transport.base import Transport
+
+PEERS_MAX = 4096
+"""Peers that are remembered; beyond it the longest unused one without a link is forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a rank is. One per engine start."""
+
+    engine: EngineId
+    incarnation: Incarnation
+    rank: Rank
+
+    @property
+    def peer(self) -> PeerName:
+        """The name of this rank's transport."""
+        return peer_name(self.engine, self.incarnation, self.rank)
+
+
+class Resolver(Protocol):
+    """Reads a producer engine's directory on another thread."""
+
+    def resolve(
+        self, host: str, port: int, engine: EngineId, callback: Callable[[Directory | Exception], None]
+    ) -> None:
+        """Call `callback` once, from any thread, with the directory or why there is none."""
+        ...
+
+    def close(self) -> None:
+        """Stop; outstanding callbacks may be dropped."""
+        ...
+
+
+@dataclass(slots=True)
+class _Writable:
+    """A consumer rank that we can write to."""
+
+    hello: Hello
+    plan: CopyPlan
+    linked: bool = True
+
+
+@dataclass(slots=True)
+class Links:
+    """The tables of one agent. `ours` is our rank's cache."""
+
+    identity: Identity
+    ours: CacheSpec
+    limits: Limits
+    transport: Transport
+    _writable: OrderedDict[PeerName, _Writable] = field(default_factory=OrderedDict)
+    _greeted: set[PeerName] = field(default_factory=set)
+
+    # --- as a consumer ---------------------------------------------------------------------------
+
+    def open(self, source: Source, directory: Directory) -> tuple[tuple[Link, ...], list[PeerName]]:
+        """Connect to the producer's ranks that hold our KV; also names those that have to be greeted.
+
+        Raises:
+            GeometryError: the caches cannot be joined; all differing fields are in the text.
+            PeerError, TransportError: what the directory says cannot be used.
+        """
+        consumer = EngineSizes(self.ours.tp_size, self.ours.pp_size)
+        producer = EngineSizes(directory.tp_size, directory.pp_size)
+        entries = {(entry.pp, entry.tp): entry for entry in directory.ranks}
+        links: list[Link] = []
+        fresh: list[PeerName] = []
+        for rank in sources(self.identity.rank, consumer, producer):
+            entry = entries.get((rank.pp, rank.tp))
+            if entry is None:
+                raise PeerError(f"the directory of {source.engine} lacks rank {rank}")
+            theirs = decode_spec(entry.cache)
+            self._check(theirs)
+            joint = plan(theirs, self.ours)
+            peer = PeerName(entry.peer)
+            self.transport.connect(peer, entry.metadata)
+            if peer not in self._greeted:
+                fresh.append(peer)
+            block_bytes = tuple(joint.bytes_per_block(group) for group in range(len(joint.groups)))
+            links.append(Link(peer, sharers(rank, consumer, producer), block_bytes))
+        self._greeted.update(fresh)
+        return tuple(links), fresh
+
+    def hello(self) -> Hello:
+        """What we say first on a new link."""
+        rank = self.identity.rank
+        return Hello(
+            engine=self.identity.engine,
+            incarnation=self.identity.incarnation,
+            pp=rank.pp,
+            tp=rank.tp,
+            version=PROTOCOL_VERSION,
+            version_min=PROTOCOL_VERSION_MIN,
+            metadata=self.transport.local_metadata(),
+            cache=encode_spec(self.ours),
+        )
+
+    # --- as a producer ---------------------------------------------------------------------------
+
+    def welcome(self, peer: PeerName, hello: Hello) -> PeerFacts:
+        """Connect back to a consumer rank and make the plan for writing to it.
+
+        Raises:
+            GeometryError, PeerError, TransportError: it cannot be written to; the text says why.
+        """
+        if peer != peer_name(hello.engine, hello.incarnation, Rank(hello.pp, hello.tp)):
+            raise PeerError(f"Hello of {hello.engine} came from {peer}")
+        self.transport.connect(peer, hello.metadata)
+        if hello.version < PROTOCOL_VERSION_MIN or hello.version_min > PROTOCOL_VERSION:
+            raise PeerError(
+                f"protocol version {hello.version_min} to {hello.version}, "
+                f"ours is {PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}; upgrade the older engine"
+            )
+        theirs = decode_spec(hello.cache)
+        self._check(theirs)
+        joint = plan(self.ours, theirs)
+        self._writable[peer] = _Writable(hello, joint)
+        self._writable.move_to_end(peer)
+        self._trim()
+        return PeerFacts(
+            block_tokens=tuple(group.block_tokens for group in theirs.groups),
+            slice_tokens=self._slice_tokens(joint),
+        )
+
+    def plan_for(self, peer: PeerName) -> CopyPlan:
+        """How our blocks map to those of a peer that we can write to."""
+        return self._writable[peer].plan
+
+    def is_linked(self, peer: PeerName) -> bool:
+        """Whether we can write to a peer."""
+        writable = self._writable.get(peer)
+        return writable is not None and writable.linked
+
+    def remembered_hello(self, peer: PeerName) -> Hello | None:
+        """The Hello of a peer whose connection we tore down, for when it speaks again."""
+        writable = self._writable.get(peer)
+        return None if writable is None or writable.linked else writable.hello
+
+    def older_incarnations(self, peer: PeerName) -> list[PeerName]:
+        """Linked peers that `peer` has replaced: the same rank of the same engine, started earlier."""
+        hello = self._writable[peer].hello
+        same = (hello.engine, hello.pp, hello.tp)
+        return [
+            other
+            for other, writable in self._writable.items()
+            if other != peer and (writable.hello.engine, writable.hello.pp, writable.hello.tp) == same
+        ]
+
+    # --- both --------------------------------------------------------------------------------------
+
+    def disconnect(self, peer: PeerName) -> None:
+        """Tear a connection down; the peer may come back under the same name."""
+        self._greeted.discard(peer)
+        writable = self._writable.get(peer)
+        if writable is not None:
+            writable.linked = False
+        self.transport.disconnect(peer)
+
+    def forget(self, peer: PeerName) -> None:
+        """A peer is gone for good."""
+        self.disconnect(peer)
+        self._writable.pop(peer, None)
+
+    def _check(self, theirs: CacheSpec) -> None:
+        problems = compare(self.ours, theirs)
+        if problems:
+            rest = "; ".join(str(problem) for problem in problems[1:])
+            first = problems[0]
+            raise GeometryError(first.field, first.ours, first.theirs, rest)
+
+    def _slice_tokens(self, joint: CopyPlan) -> int:
+        """The most tokens of one slice: within the limits of bytes and of descriptors, at least a block."""
+        tokens = []
+        for index, group in enumerate(self.ours.groups):
+            block_bytes, pieces = joint.bytes_per_block(index), joint.pieces(index)
+            blocks = min(
+                self.limits.slice_bytes // max(block_bytes, 1), self.limits.slice_runs // max(pieces, 1)
+            )
+            tokens.append(max(blocks, 1) * group.block_tokens)
+        return min(tokens)
+
+    def _trim(self) -> None:
+        if len(self._writable) <= PEERS_MAX:
+            return
+        for peer, writable in self._writable.items():
+            if not writable.linked:
+                del self._writable[peer]
+                return
+
+
+def describe(error: Exception) -> str:
+    """Why a link could not be made, with the code that it is counted under."""
+    code = "geometry" if isinstance(error, GeometryError) else "handshake"
+    name = "" if isinstance(error, KvferryError) else f"{type(error).__name__}: "
+    return f"{code}: {name}{error}"

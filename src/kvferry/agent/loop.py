@@ -1,0 +1,249 @@
+"""The agent's one thread of work: feeds the cores, runs the transport, keeps the timers.
+
+`step()` does everything that is due and says how long it may be left alone; it never waits, so a simulator
+calls it on virtual time. Order matters in it: what has arrived is read before deadlines are judged, and
+permissions are checked against a fresh clock before each post.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.agent.directory import Directory
+from kvferry.agent.links import Identity, Links, Resolver
+from kvferry.agent.mail import Mail
+from kvferry.agent.mailbox import Gated, Mailbox
+from kvferry.agent.peers import Peers
+from kvferry.agent.posting import Posts
+from kvferry.agent.stats import Stats
+from kvferry.errors import PeerError
+from kvferry.ids import PeerName
+from kvferry.layout.spec import CacheSpec
+from kvferry.protocol.codec import Decoder, Encoder
+from kvferry.protocol.commands import Command, Received, Result, Source
+from kvferry.protocol.consumer import CONSUMER_COMMANDS, CONSUMER_MESSAGES, ConsumerCore
+from kvferry.protocol.limits import Limits
+from kvferry.protocol.messages import AnyMessage, Complaint, Hello, HelloRefused
+from kvferry.protocol.outputs import Disconnect, Output, Resolve, Send
+from kvferry.protocol.producer import PRODUCER_MESSAGES, ProducerCore
+from kvferry.transport.base import Transport
+
+logger = logging.getLogger(__name__)
+
+FLIGHT_SECONDS = 0.0001
+"""Pause while something is in flight: its end is what the other side waits for."""
+EXPECT_SECONDS = 0.0005
+"""Pause while a transfer is under way and its next event may come from a peer."""
+RECENT_SECONDS = 0.002
+"""Pause while peers have spoken within the last second."""
+IDLE_SECONDS = 0.02
+"""Pause otherwise; what it delays is the first message after a silence, never the end of a prefill."""
+GAUGE_SECONDS = 0.25
+"""How often the states of transfers are counted for the metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What a directory answered; comes through the mailbox."""
+
+    source: Source
+    answer: Directory | Exception
+
+
+class Close:
+    """Through the mailbox: withdraw and fail everything, then drain."""
+
+
+Incoming = Command | Gated | Resolved | Close
+
+
+class Loop:
+    """Everything that the agent's thread owns. Made and used on that thread."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        cache: CacheSpec,
+        transport: Transport,
+        limits: Limits,
+        resolver: Resolver,
+        inbox: Mailbox[Incoming],
+        outbox: Callable[[Result], None],
+        stats: Stats,
+        clock: Callable[[], float],
+    ) -> None:
+        block_tokens = tuple(group.block_tokens for group in cache.groups)
+        encoder = Encoder(transport.notification_bytes_max)
+        self.producer = ProducerCore(limits, block_tokens)
+        self.consumer = ConsumerCore(limits, transport.retry_bound_seconds)
+        self.stats = stats
+        self._mail = Mail(transport, encoder, stats)
+        self._decoder = Decoder(limits.message_bytes_max)
+        self._peers = Peers(
+            Links(identity, cache, limits, transport),
+            self._mail,
+            self._decoder,
+            self.producer,
+            self.consumer,
+            stats,
+            clock,
+        )
+        self._posts = Posts(transport, self.producer, stats, lambda message: _single(encoder, message))
+        self._transport, self._resolver, self._clock = transport, resolver, clock
+        self._inbox, self._outbox = inbox, outbox
+        self._gated: deque[Gated] = deque()
+        self._closing = False
+        self._heard_at = clock()
+        self._gauged_at = 0.0
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is in flight and nothing waits to be sent."""
+        return not self._posts and not self._mail.waiting and not self._gated
+
+    @property
+    def closing(self) -> bool:
+        """Whether `Close` has been taken."""
+        return self._closing
+
+    def step(self) -> float:
+        """Do everything that is due; returns how many seconds may pass unless something arrives."""
+        self.stats.steps += 1
+        self._take_commands()
+        self._receive()
+        self._peers.lose(self._posts.poll(self._clock))
+        self._peers.lose(self._mail.retry())
+        now = self._clock()
+        self.producer.handle_timeout(now)
+        self.consumer.handle_timeout(now)
+        self._carry_out()
+        self._post()
+        self._carry_out()
+        self._peers.leave(self._posts.peers)
+        self._report()
+        return self._pause()
+
+    # --- in --------------------------------------------------------------------------------------
+
+    def _take_commands(self) -> None:
+        for item in self._inbox.drain():
+            if isinstance(item, Resolved):
+                self._peers.open(item.source, item.answer)
+            elif isinstance(item, Close):
+                self._closing = True
+                self.producer.handle_close(self._clock())
+                self.consumer.handle_close(self._clock())
+            elif isinstance(item, Gated):
+                self._gated.append(item)
+            elif type(item) in CONSUMER_COMMANDS:
+                self.consumer.handle_command(item, self._clock())
+            elif self._gated:
+                # Order within the producer side stays: it must not see a finish before the frontier.
+                self._gated.append(Gated(item, _now))
+            else:
+                self.producer.handle_command(item, self._clock())
+        while self._gated and self._gated[0].ready():
+            self.producer.handle_command(self._gated.popleft().command, self._clock())
+
+    def _receive(self) -> None:
+        for notification in self._transport.receive():
+            self.stats.messages_received += 1
+            self._heard_at = self._clock()
+            try:
+                message = self._decoder.decode(notification.peer, notification.payload)
+                if message is not None:
+                    self._handle(notification.peer, message)
+            except PeerError as error:
+                self._complain(notification.peer, str(error))
+
+    def _handle(self, peer: PeerName, message: AnyMessage) -> None:
+        now = self._clock()
+        self.consumer.handle_heard(peer, now)
+        if isinstance(message, Hello):
+            self._peers.welcome(peer, message)
+        elif isinstance(message, HelloRefused):
+            self._peers.refused(peer, message.reason)
+        elif isinstance(message, Complaint):
+            self.stats.peer_errors += 1
+            logger.warning("%s could not use our message: %s", peer, message.reason)
+        elif type(message) in CONSUMER_MESSAGES:
+            self.consumer.handle_message(peer, message, now)
+        elif type(message) in PRODUCER_MESSAGES:
+            self._handle_as_producer(peer, message, now)
+
+    def _handle_as_producer(self, peer: PeerName, message: AnyMessage, now: float) -> None:
+        if self._peers.ready(peer, message):
+            self.producer.handle_message(peer, message, now)
+
+    def _complain(self, peer: PeerName, reason: str) -> None:
+        self.stats.peer_errors += 1
+        logger.warning("message of %s ignored: %s", peer, reason)
+        if self._peers.is_linked(peer):
+            self._peers.send(peer, Complaint(reason=reason[:300]))
+
+    # --- out -------------------------------------------------------------------------------------
+
+    def _carry_out(self) -> None:
+        for core in (self.producer, self.consumer):
+            while (output := core.poll_output()) is not None:
+                self._do(output)
+
+    def _do(self, output: Output) -> None:
+        if isinstance(output, Send):
+            self._peers.send(output.peer, output.message)
+        elif isinstance(output, Disconnect):
+            self._peers.disconnect(output.peer, output.reason)
+        elif isinstance(output, Resolve):
+            source = output.source
+            self._resolver.resolve(
+                source.host,
+                source.port,
+                source.engine,
+                lambda answer: self._inbox.put(Resolved(source, answer)),
+            )
+
+    def _post(self) -> None:
+        while not self._closing and (piece := self.producer.next_slice(self._clock())) is not None:
+            lost = self._posts.post(piece, self._peers.plan_for(piece.peer), self._clock())
+            if lost is not None:
+                self._peers.lose([(piece.peer, str(lost))])
+
+    def _report(self) -> None:
+        for core in (self.producer, self.consumer):
+            while (result := core.poll_result()) is not None:
+                if isinstance(result, Received):
+                    self.stats.received_bytes += result.bytes
+                self._outbox(result)
+        if self._clock() < self._gauged_at + GAUGE_SECONDS:
+            return
+        self._gauged_at = self._clock()
+        gauges = {f"producer_{name}": count for name, count in self.producer.states().items()}
+        gauges |= {f"consumer_{name}": count for name, count in self.consumer.states().items()}
+        self.stats.gauges = gauges
+
+    def _pause(self) -> float:
+        now = self._clock()
+        if self._posts or self._mail.waiting or self._gated:
+            pause = FLIGHT_SECONDS
+        elif self.producer.expecting or self.consumer.expecting:
+            pause = EXPECT_SECONDS
+        else:
+            pause = RECENT_SECONDS if now - self._heard_at < 1.0 else IDLE_SECONDS
+        for due in (self.producer.next_due(), self.consumer.next_due()):
+            if due is not None:
+                pause = min(pause, max(due - now, 0.0))
+        return pause
+
+
+def _now() -> bool:
+    return True
+
+
+def _single(encoder: Encoder, message: object) -> bytes:
+    """The notification of a write: always one payload, since it names one transfer."""
+    payloads = encoder.encode(message)  # type: ignore[arg-type]
+    assert len(payloads) == 1
+    return payloads[0]

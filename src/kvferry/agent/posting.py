@@ -1,0 +1,118 @@
+"""Slices in flight: turned into descriptors, posted, polled to their end at once, and released.
+
+Whoever posts a WRITE polls it to the end: the other side hears nothing before. Belongs to the agent's
+thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from kvferry.agent.stats import Stats
+from kvferry.errors import GeometryError, PeerLostError, TransportError
+from kvferry.ids import PeerName
+from kvferry.layout.descriptors import expand
+from kvferry.layout.plan import CopyPlan
+from kvferry.layout.runs import Runs
+from kvferry.protocol.outputs import PostSlice
+from kvferry.transport.base import Handle, PostState, Transport
+
+
+class SliceSink(Protocol):
+    """Who wants to know how slices end: the producer core."""
+
+    def handle_slice_done(self, number: int, now: float) -> None:
+        """Every byte is in place."""
+        ...
+
+    def handle_slice_failed(self, number: int, reason: str, now: float, *, retryable: bool) -> None:
+        """It is not in flight and not all in place."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    handle: Handle
+    peer: PeerName
+
+
+@dataclass(slots=True)
+class Posts:
+    """Every slice that was posted and has not ended."""
+
+    transport: Transport
+    sink: SliceSink
+    stats: Stats
+    encode: Callable[[object], bytes]
+    _flights: dict[int, _Flight] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def peers(self) -> set[PeerName]:
+        """Peers that something is in flight to."""
+        return {flight.peer for flight in self._flights.values()}
+
+    def post(self, piece: PostSlice, plan: CopyPlan, now: float) -> PeerLostError | None:
+        """Post a slice; tells the sink if it was refused, and returns the error if the peer is gone."""
+        try:
+            runs = slice_runs(piece, plan)
+            handle = self.transport.write(piece.peer, runs, self.encode(piece.notify))
+        except PeerLostError as error:
+            self.sink.handle_slice_failed(piece.slice, str(error), now, retryable=False)
+            return error
+        except TransportError as error:
+            self.stats.posts_refused += 1
+            self.sink.handle_slice_failed(piece.slice, str(error), now, retryable=error.retryable)
+            return None
+        except GeometryError as error:
+            self.sink.handle_slice_failed(piece.slice, str(error), now, retryable=False)
+            return None
+        self._flights[piece.slice] = _Flight(handle, piece.peer)
+        self.stats.posted(runs.bytes, len(runs), early=piece.early)
+        return None
+
+    def poll(self, clock: Callable[[], float]) -> list[tuple[PeerName, str]]:
+        """Poll every slice; returns the peers that turned out to be gone."""
+        lost: list[tuple[PeerName, str]] = []
+        for number, flight in list(self._flights.items()):
+            state = self.transport.poll(flight.handle)
+            if state is PostState.IN_FLIGHT:
+                continue
+            error = self.transport.failure(flight.handle) if state is PostState.FAILED else None
+            self.transport.release(flight.handle)
+            del self._flights[number]
+            if state is PostState.DONE:
+                self.sink.handle_slice_done(number, clock())
+                continue
+            text = str(error or "the transfer failed")
+            gone = isinstance(error, PeerLostError)
+            if gone:
+                lost.append((flight.peer, text))
+            retryable = error is not None and error.retryable and not gone
+            self.sink.handle_slice_failed(number, text, clock(), retryable=retryable)
+        return lost
+
+
+def slice_runs(piece: PostSlice, plan: CopyPlan) -> Runs:
+    """The runs of a slice, of all its cache groups.
+
+    Raises:
+        GeometryError: a block is outside its cache.
+    """
+    parts = [
+        expand(plan, group, np.frombuffer(source, np.int64), np.frombuffer(target, np.int64))
+        for group, (source, target) in enumerate(zip(piece.source_blocks, piece.target_blocks, strict=True))
+        if source
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return Runs(
+        np.concatenate([part.source for part in parts]),
+        np.concatenate([part.target for part in parts]),
+        np.concatenate([part.length for part in parts]),
+    )

@@ -1,0 +1,41 @@
+"""Counters of one agent, readable from any thread as one snapshot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Stats:
+    """Written by the agent's thread only. All count from its start."""
+
+    posted_bytes: int = 0
+    """Bytes of slices that were posted."""
+    early_bytes: int = 0
+    """Those of them that were posted before their prefill had ended."""
+    posted_slices: int = 0
+    posted_descriptors: int = 0
+    posts_refused: int = 0
+    received_bytes: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
+    peer_errors: int = 0
+    """Messages that could not be read or were not possible."""
+    peers_lost: int = 0
+    hellos_refused: int = 0
+    steps: int = 0
+    gauges: dict[str, int] = field(default_factory=dict)
+    """States of transfers and receptions, as `producer_<state>` and `consumer_<state>`."""
+
+    def posted(self, count_bytes: int, descriptors: int, *, early: bool) -> None:
+        """A slice was posted."""
+        self.posted_bytes += count_bytes
+        self.posted_slices += 1
+        self.posted_descriptors += descriptors
+        if early:
+            self.early_bytes += count_bytes
+
+    def snapshot(self) -> dict[str, int]:
+        """A copy of all counters and gauges."""
+        counters = {name: getattr(self, name) for name in self.__slots__ if name != "gauges"}
+        return counters | self.gauges

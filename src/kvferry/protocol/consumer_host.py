@@ -1,0 +1,131 @@
+"""What the consumer's own engine says, and what the agent found out about producer engines."""
+
+from __future__ import annotations
+
+from kvferry.protocol import fences
+from kvferry.protocol.commands import AnnounceCommand, Receive, ReceiveFailed, Source, Withdraw
+from kvferry.protocol.outputs import Link, Resolve
+from kvferry.protocol.reasons import HANDSHAKE, TABLE_FULL, coded
+from kvferry.protocol.receptions import SOURCES_MAX, ConsumerState, Reception, SourceLinks
+from kvferry.protocol.states import RECEPTION, ReceptionEvent, ReceptionState
+
+
+def announce(state: ConsumerState, command: AnnounceCommand, now: float) -> None:
+    """A decode request waits for memory."""
+    key = (command.transfer, command.consumer)
+    if key in state.rows or len(state.rows) >= state.limits.transfers_max:
+        # Without an announcement the lease may end earlier; the reception itself is not in doubt.
+        state.count("announce_dropped")
+        return
+    row = Reception(command.transfer, command.consumer, command.source)
+    state.rows[key] = row
+    _connect(state, row, now)
+
+
+def receive(state: ConsumerState, command: Receive, now: float) -> None:
+    """Destination memory is allocated."""
+    key = (command.transfer, command.consumer)
+    row = state.rows.get(key)
+    if row is not None and row.state is not ReceptionState.ANNOUNCED:
+        state.count("received_twice")
+        return
+    if row is None:
+        if len(state.rows) >= state.limits.transfers_max:
+            state.count("table_full")
+            state.results.append(
+                ReceiveFailed(command.transfer, command.consumer, TABLE_FULL, command.start, fenced=True)
+            )
+            return
+        row = state.rows[key] = Reception(command.transfer, command.consumer, command.source)
+    row.state = RECEPTION.next(row.state, ReceptionEvent.RECEIVE)
+    row.start, row.stop, row.groups = command.start, command.stop, command.groups
+    row.block_count = tuple(sum(count for _, count in spans) for spans in command.groups)
+    row.waiting_since = now
+    if row.reason:
+        fences.fail(state, row, row.reason, now)
+    elif row.parts is not None:
+        fences.tell(state, row, now)
+    elif key not in _waiting(state, row.source):
+        _connect(state, row, now)
+
+
+def withdraw(state: ConsumerState, command: Withdraw, now: float) -> None:
+    """The request needs nothing (any more). The producer is told even when it never heard of us."""
+    key = (command.transfer, command.consumer)
+    row = state.rows.get(key)
+    if row is None:
+        if len(state.rows) >= state.limits.transfers_max:
+            state.count("withdraw_dropped")
+            return
+        row = state.rows[key] = Reception(command.transfer, command.consumer, command.source)
+        row.withdrawn, row.reason = True, command.reason
+        _connect(state, row, now)
+        return
+    row.withdrawn = True
+    row.reason = row.reason or command.reason
+    if row.state is ReceptionState.WAITING:
+        fences.fail(state, row, command.reason, now)
+    elif row.state is not ReceptionState.ANNOUNCED:
+        return
+    elif row.parts is not None:
+        fences.withdraw(state, row)
+    elif row.key not in _waiting(state, row.source):
+        # Its producer fell silent meanwhile; it may be another incarnation that has to be told.
+        _connect(state, row, now)
+
+
+def _connect(state: ConsumerState, row: Reception, now: float) -> None:
+    links = state.sources.get(row.source)
+    if links is None:
+        links = state.sources[row.source] = SourceLinks(row.source)
+        state.outputs.append(Resolve(row.source))
+        _trim(state)
+    state.sources.move_to_end(row.source)
+    if links.links is None:
+        links.waiting.add(row.key)
+    else:
+        fences.join(state, row, links.links, now)
+
+
+def _waiting(state: ConsumerState, source: Source) -> set[tuple[object, object]]:
+    links = state.sources.get(source)
+    return set() if links is None else set(links.waiting)
+
+
+def _trim(state: ConsumerState) -> None:
+    if len(state.sources) <= SOURCES_MAX:
+        return
+    for source, links in state.sources.items():
+        if not links.waiting:
+            del state.sources[source]
+            return
+
+
+def resolved(state: ConsumerState, source: Source, links: tuple[Link, ...], now: float) -> None:
+    """The source's ranks are linked."""
+    known = state.sources.get(source)
+    if known is None:
+        return
+    known.links = links
+    waiting, known.waiting = known.waiting, set()
+    for key in sorted(waiting):
+        row = state.rows.get(key)
+        if row is not None:
+            fences.join(state, row, links, now)
+
+
+def unresolved(state: ConsumerState, source: Source, reason: str, now: float) -> None:
+    """The source could not be reached or cannot be joined. A later request tries again."""
+    known = state.sources.pop(source, None)
+    if known is None:
+        return
+    for key in sorted(known.waiting):
+        row = state.rows.get(key)
+        if row is None:
+            continue
+        if row.state is ReceptionState.WAITING:
+            fences.fail(state, row, coded(HANDSHAKE, reason), now)
+        elif row.withdrawn:
+            fences.drop(state, row)
+        else:
+            row.reason = row.reason or coded(HANDSHAKE, reason)

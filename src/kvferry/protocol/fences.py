@@ -1,0 +1,188 @@
+"""How receptions come to their end on the consumer, and when their blocks are safe.
+
+A block goes back to its engine only when every producer rank that was told of it has ended its part
+(`Written`, `Failed`, `Cancelled`), or is lost, or when the last permission has run out and the transport's
+retry bound has passed twice: once for a renewal still on its way, once for a write that was accepted on
+its ground. The connection is torn down then, so that a later post fails. Silence alone frees nothing.
+"""
+
+from __future__ import annotations
+
+from kvferry.ids import PeerName
+from kvferry.protocol.commands import BlocksSafe, Received, ReceiveFailed
+from kvferry.protocol.messages import Announce, Cancel, Register
+from kvferry.protocol.outputs import Disconnect, Link, Send
+from kvferry.protocol.reasons import CANCELLED, PEER_SILENT, because
+from kvferry.protocol.receptions import ConsumerState, Part, Peer, Reception
+from kvferry.protocol.states import PART, RECEPTION, PartEvent, PartState, ReceptionEvent, ReceptionState
+
+
+def join(state: ConsumerState, row: Reception, links: tuple[Link, ...], now: float) -> None:
+    """The producer's ranks are known: wait for them, and tell them what we have got so far."""
+    row.parts = {link.peer: Part(link) for link in links}
+    for link in links:
+        _watch(state, link.peer, row, now)
+    if row.withdrawn:
+        withdraw(state, row)
+    elif row.state is ReceptionState.WAITING:
+        tell(state, row, now)
+    else:
+        for peer in row.parts:
+            announce = Announce(transfer=row.transfer, consumer=row.consumer)
+            state.outputs.append(Send(peer, announce))
+
+
+def withdraw(state: ConsumerState, row: Reception) -> None:
+    """End a reception that never told anyone of its blocks; its producer's lease ends by the `Cancel`."""
+    _cancel_parts(state, row)
+    drop(state, row)
+
+
+def tell(state: ConsumerState, row: Reception, now: float) -> None:
+    """Send the registration to every producer rank."""
+    for peer, part in (row.parts or {}).items():
+        if part.ended:
+            continue
+        part.state = PART.next(part.state, PartEvent.TELL)
+        part.granted_at = now
+        register = Register(
+            transfer=row.transfer,
+            consumer=row.consumer,
+            start=row.start,
+            stop=row.stop,
+            groups=row.groups,
+            write_seconds=state.limits.write_seconds,
+            sharers=part.link.sharers,
+        )
+        state.outputs.append(Send(peer, register))
+
+
+def fail(state: ConsumerState, row: Reception, reason: str, now: float) -> None:
+    """A reception that waits will not be completed: ask every producer rank for its fence."""
+    row.reason = row.reason or reason
+    row.state = RECEPTION.next(row.state, ReceptionEvent.FAIL)
+    if row.state is not ReceptionState.FAILING:
+        return
+    _cancel_parts(state, row)
+    granted = [part.granted_at for part in row.open_parts()]
+    if granted:
+        bound = state.limits.write_seconds + 2 * state.retry_bound_seconds
+        state.lapse_timers.set(row.key, max(*granted, now - bound) + bound)
+    check(state, row, now)
+
+
+def _cancel_parts(state: ConsumerState, row: Reception) -> None:
+    for peer, part in (row.parts or {}).items():
+        if part.ended:
+            continue
+        cancel = Cancel(
+            transfer=row.transfer,
+            consumer=row.consumer,
+            reason=row.reason or CANCELLED,
+            sharers=part.link.sharers,
+        )
+        state.outputs.append(Send(peer, cancel))
+        if part.state is PartState.UNTOLD:
+            # It never heard of our blocks, so there is nothing to wait for.
+            part.state = PART.next(part.state, PartEvent.CANCELLED)
+
+
+def check(state: ConsumerState, row: Reception, now: float) -> None:
+    """Draw the consequences of a part's end."""
+    if row.state is ReceptionState.WAITING:
+        if row.parts and all(part.state is PartState.WRITTEN for part in row.parts.values()):
+            row.state = RECEPTION.next(row.state, ReceptionEvent.COMPLETE)
+            state.results.append(Received(row.transfer, row.consumer, _bytes(row)))
+            _end(state, row)
+        return
+    if row.state not in (ReceptionState.FAILING, ReceptionState.QUARANTINED):
+        return
+    if not row.open_parts():
+        quarantined = row.state is ReceptionState.QUARANTINED
+        row.state = RECEPTION.next(row.state, ReceptionEvent.FENCED)
+        if quarantined:
+            state.results.append(BlocksSafe(row.transfer, row.consumer))
+        else:
+            _report(state, row, fenced=True)
+        _end(state, row)
+    elif row.state is ReceptionState.FAILING and any(
+        is_silent(state, part.link.peer, now) for part in row.open_parts()
+    ):
+        row.state = RECEPTION.next(row.state, ReceptionEvent.GIVE_UP)
+        _report(state, row, fenced=False)
+
+
+def _report(state: ConsumerState, row: Reception, *, fenced: bool) -> None:
+    state.results.append(
+        ReceiveFailed(
+            row.transfer,
+            row.consumer,
+            row.reason,
+            row.good_until(),
+            fenced=fenced,
+            cancelled=row.withdrawn,
+        )
+    )
+
+
+def _bytes(row: Reception) -> int:
+    return sum(
+        count * size
+        for part in (row.parts or {}).values()
+        for count, size in zip(row.block_count, part.link.block_bytes, strict=True)
+    )
+
+
+def drop(state: ConsumerState, row: Reception) -> None:
+    """End a reception that the host has no result to expect from."""
+    row.state = RECEPTION.next(row.state, ReceptionEvent.END)
+    _end(state, row)
+
+
+def _end(state: ConsumerState, row: Reception) -> None:
+    row.state = ReceptionState.ENDED
+    del state.rows[row.key]
+    state.lapse_timers.cancel(row.key)
+    links = state.sources.get(row.source)
+    if links is not None:
+        links.waiting.discard(row.key)
+    leave(state, row)
+
+
+def leave(state: ConsumerState, row: Reception) -> None:
+    """Stop waiting for the row's producer ranks."""
+    for name in row.parts or {}:
+        peer = state.peers.get(name)
+        if peer is None:
+            continue
+        peer.receptions.discard(row.key)
+        if not peer.receptions:
+            del state.peers[name]
+            state.peer_timers.cancel(("renew", name))
+            state.peer_timers.cancel(("silence", name))
+
+
+def _watch(state: ConsumerState, name: PeerName, row: Reception, now: float) -> None:
+    peer = state.peers.get(name)
+    if peer is None:
+        peer = state.peers[name] = Peer(now)
+        state.peer_timers.set(("renew", name), now + state.limits.renew_seconds)
+        state.peer_timers.set(("silence", name), now + state.limits.silence_seconds)
+    peer.receptions.add(row.key)
+
+
+def is_silent(state: ConsumerState, name: PeerName, now: float) -> bool:
+    """Whether a peer that receptions wait for has said nothing for too long."""
+    peer = state.peers.get(name)
+    return peer is not None and now - peer.last_heard >= state.limits.silence_seconds
+
+
+def lapse(state: ConsumerState, row: Reception, now: float) -> None:
+    """Permission and retry bounds are over: whoever has not answered can no longer write to us."""
+    for part in row.open_parts():
+        state.count("lapsed")
+        state.outputs.append(
+            Disconnect(part.link.peer, because(PEER_SILENT, "the write permission has run out"))
+        )
+        part.state = PART.next(part.state, PartEvent.LOST)
+    check(state, row, now)

@@ -1,0 +1,80 @@
+"""What a core asks of the agent that hosts it, besides the results that it has for the engine."""
+
+from __future__ import annotations
+
+from array import array
+
+import msgspec
+
+from kvferry.ids import ConsumerId, PeerName, TransferId
+from kvferry.protocol.commands import Source
+from kvferry.protocol.messages import AnyMessage
+
+BlockArray = array[int]
+"""Block ids as signed 64-bit integers (typecode `q`)."""
+
+
+class Output(msgspec.Struct, frozen=True):
+    """Base of what a core asks for."""
+
+
+class Send(Output, frozen=True):
+    """Send a message. A failure comes back as `handle_peer_lost`, or not at all: messages are repeated."""
+
+    peer: PeerName
+    message: AnyMessage
+
+
+class Disconnect(Output, frozen=True):
+    """Tear the connection down: what is in flight on it must end, and the peer can no longer write to us."""
+
+    peer: PeerName
+    reason: str
+
+
+class Resolve(Output, frozen=True):
+    """Find the ranks of a producer engine and open links to them; answered by `handle_resolved`."""
+
+    source: Source
+
+
+class PostSlice(Output, frozen=True):
+    """Write tokens `[start, stop)`; `notify` travels with it. Blocks are one array per cache group.
+
+    `source_blocks[g]` and `target_blocks[g]` cover the range in their own engine's block size.
+    `early` says that prefill had not ended when it was posted.
+    """
+
+    slice: int
+    peer: PeerName
+    transfer: TransferId
+    consumer: ConsumerId
+    start: int
+    stop: int
+    source_blocks: tuple[BlockArray, ...]
+    target_blocks: tuple[BlockArray, ...]
+    notify: AnyMessage
+    early: bool
+
+
+class Link(msgspec.Struct, frozen=True):
+    """A producer rank that a consumer rank registers with.
+
+    `sharers` ranks of the consumer's engine register with it; `block_bytes[g]` are the bytes that it writes
+    into one block of ours of cache group g.
+    """
+
+    peer: PeerName
+    sharers: int
+    block_bytes: tuple[int, ...]
+
+
+class PeerFacts(msgspec.Struct, frozen=True):
+    """What a producer core must know of a consumer rank before it can write to it.
+
+    `block_tokens[g]` is the peer's block size of group g in tokens; `slice_tokens` the most tokens of one
+    slice towards it, a multiple of both sides' block sizes.
+    """
+
+    block_tokens: tuple[int, ...]
+    slice_tokens: int

@@ -1,0 +1,122 @@
+"""What the producer's own engine says: requests arrive, the frontier moves, prefill ends or breaks off."""
+
+from __future__ import annotations
+
+from array import array
+
+from kvferry.protocol import pump, settle
+from kvferry.protocol.commands import Abandon, Advance, Drained, Expect, Finish, Preempt, Released
+from kvferry.protocol.reasons import INCOMPLETE, TABLE_FULL, TOO_SHORT, because
+from kvferry.protocol.sources import Delivery, ProducerState, SourceRow, expanded
+from kvferry.protocol.states import SOURCE, DeliveryEvent, DeliveryState, SourceEvent, SourceState
+
+
+def expect(state: ProducerState, command: Expect, now: float) -> None:
+    """A prefill request has reached the engine."""
+    row = state.rows.get(command.transfer)
+    if row is not None and row.state is not SourceState.UNKNOWN:
+        # The connector refuses a second request under an active id; the first one keeps its transfer.
+        state.count("expected_twice")
+        return
+    if row is None:
+        if len(state.rows) >= state.limits.transfers_max:
+            state.count("table_full")
+            return
+        row = SourceRow(command.transfer)
+        state.rows[command.transfer] = row
+    state.tombstones.pop(command.transfer, None)
+    state.timers.cancel(("tombstone", command.transfer))
+    state.timers.cancel(("unknown", command.transfer))
+    row.state = SOURCE.next(row.state, SourceEvent.EXPECT)
+    row.tokens, row.consumers = command.tokens, command.consumers
+    row.blocks = [array("q") for _ in state.block_tokens]
+    for delivery in row.open_deliveries():
+        check_length(state, row, delivery)
+    settle.settle(state, row, now)
+
+
+def check_length(state: ProducerState, row: SourceRow, delivery: Delivery) -> None:
+    """Having less than the consumer asks for is a failure, not a shorter write."""
+    if delivery.state is DeliveryState.REGISTERED and row.tokens < delivery.stop:
+        reason = because(TOO_SHORT, f"asked for {delivery.stop} tokens, the prompt has {row.tokens}")
+        settle.stop(state, delivery, DeliveryEvent.STOP, DeliveryEvent.DRAINED_FAILED, reason)
+
+
+def advance(state: ProducerState, command: Advance, now: float) -> None:
+    """More KV is computed, or a preempted request starts again in other blocks."""
+    row = state.rows.get(command.transfer)
+    if row is None:
+        state.count("late_command")
+        return
+    row.state = SOURCE.next(row.state, SourceEvent.ADVANCE)
+    if row.state is not SourceState.COMPUTING:
+        return
+    for blocks, spans in zip(row.blocks, command.blocks, strict=True):
+        assert command.first_block <= len(blocks), "blocks are appended without a gap"
+        del blocks[command.first_block :]
+        blocks.extend(expanded(spans))
+    row.frontier = min(command.frontier, row.tokens)
+    if command.first_block == 0:
+        row.paused = False
+    if row.frontier >= row.tokens and row.complete_at is None:
+        row.complete_at = now
+    pump.wake_source(state, row)
+
+
+def finish(state: ProducerState, command: Finish, now: float) -> None:
+    """Prefill ended; from now on the lease decides how long the blocks are kept."""
+    row = state.rows.get(command.transfer)
+    if row is None or row.host_done:
+        _release_unknown(state, command)
+        return
+    row.host_done = True
+    if row.paused or row.frontier < row.tokens:
+        # It was preempted in its last step, or ended before its last chunk: the KV is not all there.
+        detail = f"{row.frontier} of {row.tokens} tokens computed" + (", preempted" if row.paused else "")
+        _give_up(state, row, because(INCOMPLETE, detail), now)
+        return
+    row.state = SOURCE.next(row.state, SourceEvent.FINISH)
+    row.lease_until = max(row.lease_until, now + state.limits.lease_seconds)
+    state.timers.set(("lease", row.transfer), row.lease_until)
+    settle.settle(state, row, now)
+
+
+def abandon(state: ProducerState, command: Abandon, now: float) -> None:
+    """The request ended without its KV."""
+    row = state.rows.get(command.transfer)
+    if row is None or row.host_done:
+        _release_unknown(state, command)
+        return
+    row.host_done = True
+    _give_up(state, row, command.reason, now)
+
+
+def _give_up(state: ProducerState, row: SourceRow, reason: str, now: float) -> None:
+    row.state = SOURCE.next(row.state, SourceEvent.ABANDON)
+    row.abandon_reason = reason
+    settle.fail_open(state, row, reason)
+    settle.settle(state, row, now)
+
+
+def _release_unknown(state: ProducerState, command: Finish | Abandon) -> None:
+    if command.transfer in state.rows:
+        state.count("finished_twice")
+        return
+    # Its `Expect` found the table full: nothing was offered to anyone, so nothing reads the blocks.
+    state.results.append(Released(command.transfer, TABLE_FULL))
+
+
+def preempt(state: ProducerState, command: Preempt, now: float) -> None:
+    """The blocks go back to the engine: post nothing more from them and say when nothing reads them."""
+    waiting = set()
+    for transfer in command.transfers:
+        row = state.rows.get(transfer)
+        if row is None:
+            continue
+        row.paused = True
+        if row.in_flight:
+            waiting.add(transfer)
+    if waiting:
+        state.tickets[command.ticket] = waiting
+    else:
+        state.results.append(Drained(command.ticket))

@@ -1,0 +1,250 @@
+"""What consumer ranks say to a producer rank."""
+
+from __future__ import annotations
+
+from kvferry.ids import ConsumerId, PeerName, TransferId
+from kvferry.protocol import pump, settle
+from kvferry.protocol.messages import (
+    Announce,
+    AnyMessage,
+    Cancel,
+    Cancelled,
+    Failed,
+    Fetched,
+    Register,
+    Renew,
+    Status,
+    TransferStatus,
+    Written,
+)
+from kvferry.protocol.outputs import Send
+from kvferry.protocol.producer_host import check_length
+from kvferry.protocol.reasons import CANCELLED, MALFORMED, PEER_LOST, TABLE_FULL, because
+from kvferry.protocol.sources import (
+    Delivery,
+    Lane,
+    ProducerState,
+    SourceRow,
+    Tombstone,
+    blocks_covering,
+    expanded,
+)
+from kvferry.protocol.states import DELIVERY, DeliveryEvent, DeliveryState, SourceState
+
+
+def announce(state: ProducerState, peer: PeerName, message: Announce, now: float) -> None:
+    """A consumer waits for memory: keep the lease."""
+    delivery = _delivery(state, peer, message, now)
+    if delivery is None:
+        return
+    _keep_lease(state, message.transfer, now)
+    states = (_status(state, delivery.transfer, delivery.consumer),)
+    state.outputs.append(Send(peer, Status(transfers=states)))
+
+
+def register(state: ProducerState, peer: PeerName, message: Register, now: float) -> None:
+    """A consumer's destination is allocated."""
+    problem = _malformed(state, state.lanes[peer], message)
+    if problem:
+        state.count("malformed")
+        _send_failed(state, peer, message, because(MALFORMED, problem))
+        return
+    delivery = _delivery(state, peer, message, now)
+    if delivery is None:
+        return
+    if delivery.ended and delivery.answer is not None:
+        state.outputs.append(Send(peer, delivery.answer))
+        return
+    fresh = delivery.state is DeliveryState.ANNOUNCED
+    delivery.state = DELIVERY.next(delivery.state, DeliveryEvent.REGISTER)
+    _keep_lease(state, message.transfer, now)
+    delivery.permission_until = now + message.write_seconds
+    if fresh:
+        delivery.sharers = message.sharers
+        delivery.start, delivery.stop = message.start, message.stop
+        delivery.next_token = message.start
+        delivery.target_blocks = tuple(expanded(spans) for spans in message.groups)
+    row = state.rows[message.transfer]
+    if row.state is not SourceState.UNKNOWN:
+        check_length(state, row, delivery)
+    if fresh and delivery.state is DeliveryState.REGISTERED and message.start == message.stop:
+        delivery.state = DELIVERY.next(delivery.state, DeliveryEvent.COMPLETE)
+        delivery.answer = Written(
+            transfer=message.transfer, consumer=message.consumer, start=message.start, stop=message.stop
+        )
+        state.outputs.append(Send(peer, delivery.answer))
+    pump.wake(state, delivery)
+    settle.settle(state, row, now)
+
+
+def renew(state: ProducerState, peer: PeerName, message: Renew, now: float) -> None:
+    """A consumer still wants these: permissions and leases start anew, and it hears how each stands."""
+    states = []
+    for transfer, consumer in message.transfers:
+        row = state.rows.get(transfer)
+        delivery = None if row is None else row.deliveries.get((peer, consumer))
+        answer = _ended_answer(state, transfer, peer, consumer)
+        if answer is not None:
+            state.outputs.append(Send(peer, answer))
+        elif delivery is not None:
+            delivery.permission_until = now + message.write_seconds
+            _keep_lease(state, transfer, now)
+            pump.wake(state, delivery)
+        states.append(_status(state, transfer, consumer))
+    state.outputs.append(Send(peer, Status(transfers=tuple(states))))
+
+
+def cancel(state: ProducerState, peer: PeerName, message: Cancel, now: float) -> None:
+    """A consumer needs nothing (any more): the fence follows when nothing is in flight to it."""
+    if message.transfer not in state.rows and message.transfer in state.tombstones:
+        state.outputs.append(Send(peer, Cancelled(transfer=message.transfer, consumer=message.consumer)))
+        return
+    delivery = _delivery(state, peer, message, now)
+    if delivery is None:
+        return
+    delivery.sharers = message.sharers
+    if delivery.ended:
+        fence = Cancelled(transfer=message.transfer, consumer=message.consumer)
+        state.outputs.append(Send(peer, fence))
+        return
+    settle.stop(
+        state,
+        delivery,
+        DeliveryEvent.CANCEL,
+        DeliveryEvent.DRAINED_CANCELLED,
+        because(CANCELLED, message.reason),
+    )
+    settle.settle(state, state.rows[message.transfer], now)
+
+
+def fetched(state: ProducerState, peer: PeerName, message: Fetched, now: float) -> None:
+    """Pull mode: a consumer has read everything."""
+    if message.transfer not in state.rows:
+        state.count("late_message")
+        return
+    delivery = _delivery(state, peer, message, now)
+    if delivery is None:
+        return
+    delivery.sharers = message.sharers
+    delivery.state = DELIVERY.next(delivery.state, DeliveryEvent.FETCHED)
+    settle.settle(state, state.rows[message.transfer], now)
+
+
+def peer_lost(state: ProducerState, peer: PeerName, reason: str, now: float) -> None:
+    """The connection to a consumer rank is gone: its deliveries end as soon as nothing is in flight."""
+    state.lanes.pop(peer, None)
+    for row in list(state.rows.values()):
+        touched = False
+        for delivery in row.open_deliveries():
+            if delivery.peer == peer:
+                touched = True
+                settle.stop(
+                    state,
+                    delivery,
+                    DeliveryEvent.STOP,
+                    DeliveryEvent.DRAINED_FAILED,
+                    because(PEER_LOST, reason),
+                )
+        if touched:
+            settle.settle(state, row, now)
+
+
+def _delivery(
+    state: ProducerState, peer: PeerName, message: Announce | Register | Cancel | Fetched, now: float
+) -> Delivery | None:
+    """The delivery that a message is about, made when it is the first; None when it was answered instead."""
+    row = state.rows.get(message.transfer)
+    if row is None:
+        tombstone = state.tombstones.get(message.transfer)
+        if tombstone is not None:
+            _answer_late(state, peer, message, tombstone)
+            return None
+        if len(state.rows) >= state.limits.transfers_max:
+            state.count("table_full")
+            _send_failed(state, peer, message, TABLE_FULL)
+            return None
+        row = SourceRow(message.transfer)
+        state.rows[message.transfer] = row
+        state.timers.set(("unknown", message.transfer), now + state.limits.unknown_seconds)
+    key = (peer, message.consumer)
+    if key not in row.deliveries:
+        if len(row.deliveries) >= state.limits.consumers_max:
+            state.count("table_full")
+            _send_failed(state, peer, message, TABLE_FULL)
+            return None
+        row.deliveries[key] = Delivery(message.transfer, message.consumer, peer)
+        if row.abandon_reason or row.expired:
+            settle.fail_open(state, row, settle.outcome(row))
+            settle.settle(state, row, now)
+            return None
+    return row.deliveries[key]
+
+
+def _answer_late(
+    state: ProducerState,
+    peer: PeerName,
+    message: Announce | Register | Cancel | Fetched,
+    tombstone: Tombstone,
+) -> None:
+    state.count("late_message")
+    answer = tombstone.answers.get((peer, message.consumer))
+    if answer is not None:
+        state.outputs.append(Send(peer, answer))
+    elif not isinstance(message, Fetched):
+        _send_failed(state, peer, message, tombstone.outcome)
+
+
+def _ended_answer(
+    state: ProducerState, transfer: TransferId, peer: PeerName, consumer: ConsumerId
+) -> AnyMessage | None:
+    row = state.rows.get(transfer)
+    if row is not None:
+        delivery = row.deliveries.get((peer, consumer))
+        return delivery.answer if delivery is not None and delivery.ended else None
+    tombstone = state.tombstones.get(transfer)
+    if tombstone is None:
+        return None
+    late = Failed(transfer=transfer, consumer=consumer, reason=tombstone.outcome, valid_until=0)
+    return tombstone.answers.get((peer, consumer), late)
+
+
+def _keep_lease(state: ProducerState, transfer: TransferId, now: float) -> None:
+    row = state.rows[transfer]
+    row.lease_until = now + state.limits.lease_seconds
+    if row.state is SourceState.HELD:
+        state.timers.set(("lease", transfer), row.lease_until)
+
+
+def _status(state: ProducerState, transfer: TransferId, consumer: ConsumerId) -> TransferStatus:
+    row = state.rows.get(transfer)
+    if row is None:
+        return TransferStatus(transfer, consumer, "unknown", 0)
+    writing = any(d.in_flight for d in row.deliveries.values() if d.consumer == consumer)
+    name = "writing" if writing else row.state.value
+    return TransferStatus(transfer, consumer, name, row.frontier)
+
+
+def _send_failed(
+    state: ProducerState, peer: PeerName, message: Announce | Register | Cancel | Fetched, reason: str
+) -> None:
+    start = message.start if isinstance(message, Register) else 0
+    failed = Failed(transfer=message.transfer, consumer=message.consumer, reason=reason, valid_until=start)
+    state.outputs.append(Send(peer, failed))
+
+
+def _malformed(state: ProducerState, lane: Lane, message: Register) -> str:
+    if not 0 <= message.start <= message.stop:
+        return f"tokens [{message.start}, {message.stop}) are not a range"
+    if not message.write_seconds > 0 or message.sharers < 1:
+        return f"write_seconds {message.write_seconds} and sharers {message.sharers} must be positive"
+    if len(message.groups) != len(state.block_tokens):
+        return f"{len(message.groups)} cache groups, ours are {len(state.block_tokens)}"
+    for index, (spans, tokens) in enumerate(zip(message.groups, lane.facts.block_tokens, strict=True)):
+        if message.start % tokens:
+            return f"start {message.start} is no multiple of the block size {tokens}"
+        if any(first < 0 or count < 1 or count > state.limits.blocks_max for first, count in spans):
+            return f"groups[{index}] has a span that is not (first >= 0, count >= 1)"
+        first_block, past_block = blocks_covering(message.start, message.stop, tokens)
+        if sum(count for _, count in spans) != past_block - first_block:
+            return f"groups[{index}] does not have the {past_block - first_block} blocks of its tokens"
+    return ""

@@ -1,0 +1,168 @@
+"""Which slice is posted next, and what follows when one ends.
+
+Deliveries towards one peer take turns, one slice each; a delivery stands in its lane's `ready` queue
+from the moment when something changed that may let it post, until it was asked and had nothing. So
+nothing is scanned while nothing changes, however many transfers wait.
+"""
+
+from __future__ import annotations
+
+import math
+
+from kvferry.ids import PeerName
+from kvferry.protocol import settle
+from kvferry.protocol.messages import Landed, Written
+from kvferry.protocol.outputs import BlockArray, Disconnect, PostSlice
+from kvferry.protocol.reasons import POST_FAILED, because
+from kvferry.protocol.sources import Delivery, Lane, Posted, ProducerState, SourceRow, blocks_covering
+from kvferry.protocol.states import DELIVERY, DeliveryEvent, DeliveryState, SourceState
+
+_POSTING = frozenset({SourceState.COMPUTING, SourceState.HELD})
+
+
+def wake(state: ProducerState, delivery: Delivery) -> None:
+    """Something changed: ask this delivery for a slice at its next turn."""
+    lane = state.lanes.get(delivery.peer)
+    if lane is not None and delivery.state is DeliveryState.REGISTERED:
+        lane.ready.setdefault((delivery.transfer, delivery.consumer))
+
+
+def wake_source(state: ProducerState, row: SourceRow) -> None:
+    """Something changed for every delivery of a transfer."""
+    for delivery in row.deliveries.values():
+        wake(state, delivery)
+
+
+def next_slice(state: ProducerState, now: float) -> PostSlice | None:
+    """The next slice to post. The permission is checked against `now`: ask with a fresh clock each time."""
+    for peer, lane in state.lanes.items():
+        while lane.ready and lane.in_flight < state.limits.in_flight_per_peer:
+            key = next(iter(lane.ready))
+            lane.ready.move_to_end(key)
+            row = state.rows.get(key[0])
+            delivery = None if row is None else row.deliveries.get((peer, key[1]))
+            if row is not None and delivery is not None:
+                posted = _postable(state, row, delivery, lane, now)
+                if posted is not None:
+                    return _post(state, row, delivery, posted, lane, now)
+            del lane.ready[key]
+    return None
+
+
+def _postable(
+    state: ProducerState, row: SourceRow, delivery: Delivery, lane: Lane, now: float
+) -> Posted | None:
+    if delivery.state is not DeliveryState.REGISTERED or row.paused or row.state not in _POSTING:
+        return None
+    if now >= delivery.permission_until or now < delivery.retry_at:
+        return None
+    grain = math.lcm(*state.block_tokens, *lane.facts.block_tokens)
+    return delivery.next_range(row.frontier, lane.facts.slice_tokens, grain)
+
+
+def _post(
+    state: ProducerState, row: SourceRow, delivery: Delivery, posted: Posted, lane: Lane, now: float
+) -> PostSlice:
+    last = posted.stop == delivery.stop
+    assert not (last and delivery.in_flight), "the last slice is posted alone"
+    state.slice_count += 1
+    number = state.slice_count
+    delivery.in_flight[number] = posted
+    if delivery.first_post_at is None:
+        delivery.first_post_at = now
+    state.slices[number] = (row.transfer, delivery.key)
+    state.slice_timers.set(number, now + state.limits.slice_seconds)
+    lane.in_flight += 1
+    notify: Written | Landed
+    if last:
+        notify = Written(
+            transfer=row.transfer, consumer=delivery.consumer, start=delivery.start, stop=delivery.stop
+        )
+    else:
+        notify = Landed(
+            transfer=row.transfer, consumer=delivery.consumer, start=posted.start, stop=posted.stop
+        )
+    return PostSlice(
+        slice=number,
+        peer=delivery.peer,
+        transfer=row.transfer,
+        consumer=delivery.consumer,
+        start=posted.start,
+        stop=posted.stop,
+        source_blocks=_source_blocks(state, row, posted),
+        target_blocks=_target_blocks(lane, delivery, posted),
+        notify=notify,
+        early=row.frontier < row.tokens,
+    )
+
+
+def _source_blocks(state: ProducerState, row: SourceRow, posted: Posted) -> tuple[BlockArray, ...]:
+    cuts = []
+    for blocks, tokens in zip(row.blocks, state.block_tokens, strict=True):
+        first, past = blocks_covering(posted.start, posted.stop, tokens)
+        assert past <= len(blocks), "the frontier is covered by blocks"
+        cuts.append(blocks[first:past])
+    return tuple(cuts)
+
+
+def _target_blocks(lane: Lane, delivery: Delivery, posted: Posted) -> tuple[BlockArray, ...]:
+    cuts = []
+    for blocks, tokens in zip(delivery.target_blocks, lane.facts.block_tokens, strict=True):
+        first, past = blocks_covering(posted.start, posted.stop, tokens)
+        base = delivery.start // tokens
+        cuts.append(blocks[first - base : past - base])
+    return tuple(cuts)
+
+
+def slice_ended(state: ProducerState, number: int, now: float, failure: str | None, *, retry: bool) -> None:
+    """A posted slice reached a terminal state: done when `failure` is None."""
+    found = state.slices.pop(number, None)
+    if found is None:
+        state.count("late_slice")
+        return
+    state.slice_timers.cancel(number)
+    transfer, key = found
+    row = state.rows[transfer]
+    delivery = row.deliveries[key]
+    posted = delivery.in_flight.pop(number)
+    lane = state.lanes.get(delivery.peer)
+    if lane is not None:
+        lane.in_flight -= 1
+    if failure is None:
+        delivery.landed.add(posted.start, posted.stop)
+        if posted.stop == delivery.stop:
+            _complete(state, delivery)
+    elif retry and posted.attempt < state.limits.retries_max:
+        _retry_later(state, delivery, posted, now)
+    else:
+        settle.stop(
+            state, delivery, DeliveryEvent.STOP, DeliveryEvent.DRAINED_FAILED, because(POST_FAILED, failure)
+        )
+    wake(state, delivery)
+    settle.settle(state, row, now)
+
+
+def _complete(state: ProducerState, delivery: Delivery) -> None:
+    # Stopped meanwhile: the bytes are there and the peer has heard so, yet it asked for a fence too.
+    delivery.state = DELIVERY.next(delivery.state, DeliveryEvent.COMPLETE)
+    if delivery.state is DeliveryState.WRITTEN:
+        delivery.answer = Written(
+            transfer=delivery.transfer, consumer=delivery.consumer, start=delivery.start, stop=delivery.stop
+        )
+        state.count("written")
+
+
+def _retry_later(state: ProducerState, delivery: Delivery, posted: Posted, now: float) -> None:
+    delivery.retries.append(Posted(posted.start, posted.stop, posted.attempt + 1))
+    delivery.retry_at = now + state.limits.retry_seconds * 2**posted.attempt
+    state.timers.set(("retry", delivery.transfer), delivery.retry_at)
+
+
+def slice_overdue(state: ProducerState, number: int) -> None:
+    """A slice never ended: have its connection torn down, which ends it."""
+    found = state.slices.get(number)
+    if found is None:
+        return
+    peer: PeerName = found[1][0]
+    state.count("slice_overdue")
+    state.outputs.append(Disconnect(peer, f"a slice has not ended after {state.limits.slice_seconds:g} s"))

@@ -1,0 +1,113 @@
+"""The consumer's tables: receptions, their parts (one per producer rank), sources and peers.
+
+Plain state with the arithmetic that belongs to it. What changes it, and when, is in `consumer_host`,
+`consumer_peer` and `fences`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+from kvferry.ids import ConsumerId, PeerName, TransferId
+from kvferry.protocol.commands import Groups, Result, Source
+from kvferry.protocol.limits import Limits
+from kvferry.protocol.outputs import Link, Output
+from kvferry.protocol.ranges import Ranges
+from kvferry.protocol.states import PART_ENDED, PartState, ReceptionState
+from kvferry.protocol.timers import Timers
+
+ReceptionKey = tuple[TransferId, ConsumerId]
+SOURCES_MAX = 1024
+"""Producer engines whose links are remembered while nothing is received from them."""
+
+
+@dataclass(slots=True)
+class Part:
+    """One producer rank of a reception. `granted_at` is when the running write permission was sent."""
+
+    link: Link
+    state: PartState = PartState.UNTOLD
+    landed: Ranges = field(default_factory=Ranges)
+    valid_until: int = 0
+    granted_at: float = 0.0
+
+    @property
+    def ended(self) -> bool:
+        return self.state in PART_ENDED
+
+    def good_until(self, start: int, stop: int) -> int:
+        """Tokens before this came from this rank, whatever happens next."""
+        if self.state is PartState.WRITTEN:
+            return stop
+        return min(max(self.landed.reach(start), self.valid_until, start), stop)
+
+
+@dataclass(slots=True)
+class Reception:
+    """One transfer for one consumer request. `parts` is None until the source is resolved."""
+
+    transfer: TransferId
+    consumer: ConsumerId
+    source: Source
+    state: ReceptionState = ReceptionState.ANNOUNCED
+    parts: dict[PeerName, Part] | None = None
+    start: int = 0
+    stop: int = 0
+    groups: Groups = ()
+    block_count: tuple[int, ...] = ()
+    reason: str = ""
+    """Why it fails; sticky, the first one counts."""
+    withdrawn: bool = False
+    waiting_since: float = 0.0
+
+    @property
+    def key(self) -> ReceptionKey:
+        return (self.transfer, self.consumer)
+
+    def open_parts(self) -> list[Part]:
+        """Parts of which no end is known."""
+        return [part for part in (self.parts or {}).values() if not part.ended]
+
+    def good_until(self) -> int:
+        """Tokens before this are in place from every producer rank."""
+        return min(
+            (p.good_until(self.start, self.stop) for p in (self.parts or {}).values()), default=self.start
+        )
+
+
+@dataclass(slots=True)
+class SourceLinks:
+    """What is known of a producer engine: its links, or None while it is being resolved."""
+
+    source: Source
+    links: tuple[Link, ...] | None = None
+    waiting: set[ReceptionKey] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Peer:
+    """A producer rank that receptions wait for."""
+
+    last_heard: float
+    receptions: set[ReceptionKey] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class ConsumerState:
+    """Everything that a consumer core knows. `retry_bound_seconds` is the transport's."""
+
+    limits: Limits
+    retry_bound_seconds: float
+    rows: dict[ReceptionKey, Reception] = field(default_factory=dict)
+    sources: OrderedDict[Source, SourceLinks] = field(default_factory=OrderedDict)
+    peers: dict[PeerName, Peer] = field(default_factory=dict)
+    peer_timers: Timers[tuple[str, PeerName]] = field(default_factory=Timers)
+    lapse_timers: Timers[ReceptionKey] = field(default_factory=Timers)
+    outputs: deque[Output] = field(default_factory=deque)
+    results: deque[Result] = field(default_factory=deque)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def count(self, what: str) -> None:
+        """Move a counter that says how often something unusual happened."""
+        self.counts[what] = self.counts.get(what, 0) + 1

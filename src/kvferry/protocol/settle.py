@@ -1,0 +1,155 @@
+"""How deliveries and sources come to their end on the producer.
+
+A delivery that must stop waits for its slices in flight, then its peer is told (`Failed` or
+`Cancelled`: both mean that nothing is in flight and nothing will be posted). A source ends when its host
+has finished with it, nothing is in flight, and its consumers are served, gone or expired.
+"""
+
+from __future__ import annotations
+
+from kvferry.protocol.commands import DeliveryEnded, Drained, Released
+from kvferry.protocol.messages import AnyMessage, Cancelled, Failed
+from kvferry.protocol.outputs import Send
+from kvferry.protocol.reasons import (
+    CANCELLED,
+    FETCHED,
+    LEASE_EXPIRED,
+    UNKNOWN,
+    WRITTEN,
+)
+from kvferry.protocol.sources import Delivery, ProducerState, SourceRow, Tombstone
+from kvferry.protocol.states import (
+    DELIVERY,
+    SOURCE,
+    DeliveryEvent,
+    DeliveryState,
+    SourceEvent,
+    SourceState,
+)
+
+
+def stop(
+    state: ProducerState, delivery: Delivery, event: DeliveryEvent, drained: DeliveryEvent, reason: str
+) -> None:
+    """Post nothing more for this delivery. It ends in `settle`, once nothing is in flight.
+
+    A `CANCEL` may follow a failure that is still draining: the peer then gets the fence that it asked for.
+    """
+    before = delivery.state
+    delivery.state = DELIVERY.next(delivery.state, event)
+    if delivery.state is not DeliveryState.STOPPING:
+        return
+    if before is not DeliveryState.STOPPING or event is DeliveryEvent.CANCEL:
+        delivery.stop_event = drained
+    if before is not DeliveryState.STOPPING:
+        delivery.stop_reason = reason
+    delivery.retries.clear()
+    lane = state.lanes.get(delivery.peer)
+    if lane is not None:
+        lane.ready.pop((delivery.transfer, delivery.consumer), None)
+
+
+def fail_open(state: ProducerState, row: SourceRow, reason: str) -> None:
+    """Stop every delivery of a source; each peer is told `Failed`, those that only announced too."""
+    for delivery in row.open_deliveries():
+        stop(state, delivery, DeliveryEvent.STOP, DeliveryEvent.DRAINED_FAILED, reason)
+
+
+def settle(state: ProducerState, row: SourceRow, now: float) -> None:
+    """Draw the consequences of whatever changed: end what can end, answer who waits for it."""
+    for delivery in row.deliveries.values():
+        if delivery.state is DeliveryState.STOPPING and not delivery.in_flight:
+            _drained(state, delivery)
+        if delivery.ended and delivery.first_post_at is not None:
+            _observe(state, row, delivery, now)
+    if row.in_flight == 0:
+        _answer_tickets(state, row)
+        if _may_end(row):
+            _end(state, row, now)
+
+
+def _drained(state: ProducerState, delivery: Delivery) -> None:
+    delivery.state = DELIVERY.next(delivery.state, delivery.stop_event)
+    answer: AnyMessage
+    if delivery.state is DeliveryState.CANCELLED:
+        answer = Cancelled(transfer=delivery.transfer, consumer=delivery.consumer)
+    else:
+        answer = Failed(
+            transfer=delivery.transfer,
+            consumer=delivery.consumer,
+            reason=delivery.stop_reason,
+            valid_until=delivery.good_until,
+        )
+    delivery.answer = answer
+    if delivery.peer in state.lanes:
+        state.outputs.append(Send(delivery.peer, answer))
+
+
+def _observe(state: ProducerState, row: SourceRow, delivery: Delivery, now: float) -> None:
+    first, delivery.first_post_at = delivery.first_post_at, None
+    assert first is not None
+    complete = row.complete_at
+    state.results.append(
+        DeliveryEnded(
+            transfer=row.transfer,
+            consumer=delivery.consumer,
+            written=delivery.state is DeliveryState.WRITTEN,
+            write_seconds=now - first,
+            handover_seconds=None if complete is None else now - complete,
+        )
+    )
+
+
+def _answer_tickets(state: ProducerState, row: SourceRow) -> None:
+    for ticket, waiting in list(state.tickets.items()):
+        waiting.discard(row.transfer)
+        if not waiting:
+            del state.tickets[ticket]
+            state.results.append(Drained(ticket))
+
+
+def _may_end(row: SourceRow) -> bool:
+    if row.state is SourceState.UNKNOWN:
+        return row.expired and not row.open_deliveries()
+    if not row.host_done or row.open_deliveries():
+        return False
+    return row.expired or row.state is SourceState.ABANDONED or row.served() >= row.consumers
+
+
+def _end(state: ProducerState, row: SourceRow, now: float) -> None:
+    row.state = SOURCE.next(row.state, SourceEvent.END)
+    reason = outcome(row)
+    if row.host_done:
+        state.results.append(Released(row.transfer, reason))
+    del state.rows[row.transfer]
+    for kind in ("lease", "unknown", "retry"):
+        state.timers.cancel((kind, row.transfer))
+    answers = {key: d.answer for key, d in row.deliveries.items() if d.answer is not None}
+    bury(state, row, Tombstone(reason, answers), now)
+
+
+def bury(state: ProducerState, row: SourceRow, tombstone: Tombstone, now: float) -> None:
+    """Remember an ended transfer for a while."""
+    state.tombstones[row.transfer] = tombstone
+    state.tombstones.move_to_end(row.transfer)
+    state.timers.set(("tombstone", row.transfer), now + state.limits.tombstone_seconds)
+    while len(state.tombstones) > state.limits.tombstones_max:
+        oldest, _ = state.tombstones.popitem(last=False)
+        state.timers.cancel(("tombstone", oldest))
+
+
+def outcome(row: SourceRow) -> str:
+    """The one reason that an ended source is counted under."""
+    if row.abandon_reason:
+        return row.abandon_reason
+    states = {delivery.state for delivery in row.deliveries.values()}
+    failures = [d.stop_reason for d in row.deliveries.values() if d.state is DeliveryState.FAILED]
+    if failures:
+        return failures[0]
+    if row.expired:
+        return LEASE_EXPIRED if row.host_done else UNKNOWN
+    if DeliveryState.WRITTEN in states:
+        return WRITTEN
+    if DeliveryState.FETCHED in states:
+        return FETCHED
+    return CANCELLED

@@ -1,0 +1,189 @@
+"""The producer's tables: sources (transfers), their deliveries (registrations), and ended ones.
+
+Plain state with the arithmetic that belongs to it. What changes it, and when, is in `producer_host`,
+`producer_peer` and `pump`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+from kvferry.ids import ConsumerId, PeerName, TransferId
+from kvferry.protocol.commands import Result
+from kvferry.protocol.limits import Limits
+from kvferry.protocol.messages import AnyMessage
+from kvferry.protocol.outputs import BlockArray, Output, PeerFacts
+from kvferry.protocol.ranges import Ranges
+from kvferry.protocol.states import DELIVERY_ENDED, DeliveryEvent, DeliveryState, SourceState
+from kvferry.protocol.timers import Timers
+
+DeliveryKey = tuple[PeerName, ConsumerId]
+TimerKey = tuple[str, TransferId]
+"""Kind (lease, unknown, tombstone or retry) and transfer."""
+
+
+@dataclass(slots=True)
+class Posted:
+    """A slice that the agent was asked to write and that has not ended."""
+
+    start: int
+    stop: int
+    attempt: int
+
+
+@dataclass(slots=True)
+class Delivery:
+    """One registration of one consumer rank. `next_token` is the first token that was never posted."""
+
+    transfer: TransferId
+    consumer: ConsumerId
+    peer: PeerName
+    state: DeliveryState = DeliveryState.ANNOUNCED
+    sharers: int = 1
+    start: int = 0
+    stop: int = 0
+    target_blocks: tuple[BlockArray, ...] = ()
+    permission_until: float = 0.0
+    next_token: int = 0
+    in_flight: dict[int, Posted] = field(default_factory=dict)
+    landed: Ranges = field(default_factory=Ranges)
+    retries: deque[Posted] = field(default_factory=deque)
+    retry_at: float = 0.0
+    stop_event: DeliveryEvent = DeliveryEvent.DRAINED_FAILED
+    stop_reason: str = ""
+    answer: AnyMessage | None = None
+    """What the peer was told at the end; repeated when it asks again."""
+    first_post_at: float | None = None
+
+    @property
+    def key(self) -> DeliveryKey:
+        return (self.peer, self.consumer)
+
+    @property
+    def ended(self) -> bool:
+        return self.state in DELIVERY_ENDED
+
+    @property
+    def good_until(self) -> int:
+        """Tokens before this are in the consumer's memory."""
+        return self.landed.reach(self.start)
+
+    def next_range(self, frontier: int, slice_tokens: int, grain: int) -> Posted | None:
+        """The next tokens to post, None when nothing can be posted now.
+
+        `grain` is the block size in tokens in which both sides can be cut. The range that reaches `stop`
+        is given out only when every other one has ended, since its notification says that all has.
+        """
+        if self.retries:
+            again = self.retries[0]
+            if again.stop == self.stop and (self.in_flight or len(self.retries) > 1):
+                self.retries.rotate(-1)
+                again = self.retries[0]
+            if again.stop == self.stop and (self.in_flight or len(self.retries) > 1):
+                return None
+            return self.retries.popleft()
+        limit = self.stop if frontier >= self.stop else frontier - frontier % grain
+        until = min(self.next_token + slice_tokens, limit)
+        if until == self.stop and self.in_flight:
+            until = (self.stop - 1) // grain * grain
+        if until <= self.next_token:
+            return None
+        posted = Posted(self.next_token, until, 0)
+        self.next_token = until
+        return posted
+
+
+@dataclass(slots=True)
+class SourceRow:
+    """One transfer. `blocks[g][i]` holds tokens from `i * block_tokens[g]` on, for i below its length."""
+
+    transfer: TransferId
+    state: SourceState = SourceState.UNKNOWN
+    tokens: int = 0
+    consumers: int = 1
+    frontier: int = 0
+    blocks: list[BlockArray] = field(default_factory=list)
+    paused: bool = False
+    """Preempted: the blocks are not ours to read until the next `Advance`."""
+    host_done: bool = False
+    """The host has said `Finish` or `Abandon` and is owed one `Released`."""
+    expired: bool = False
+    abandon_reason: str = ""
+    complete_at: float | None = None
+    """When the frontier reached the prompt's end."""
+    deliveries: dict[DeliveryKey, Delivery] = field(default_factory=dict)
+    lease_until: float = 0.0
+
+    @property
+    def in_flight(self) -> int:
+        """Slices that read the source blocks now."""
+        return sum(len(delivery.in_flight) for delivery in self.deliveries.values())
+
+    def served(self) -> int:
+        """Consumers of which every rank that shares this producer rank has ended."""
+        ended: dict[ConsumerId, int] = {}
+        sharers: dict[ConsumerId, int] = {}
+        for delivery in self.deliveries.values():
+            if delivery.ended:
+                ended[delivery.consumer] = ended.get(delivery.consumer, 0) + 1
+            sharers[delivery.consumer] = max(sharers.get(delivery.consumer, 1), delivery.sharers)
+        return sum(1 for consumer, count in ended.items() if count >= sharers[consumer])
+
+    def open_deliveries(self) -> list[Delivery]:
+        """Deliveries that have not ended."""
+        return [delivery for delivery in self.deliveries.values() if not delivery.ended]
+
+
+@dataclass(slots=True)
+class Tombstone:
+    """What is remembered of an ended transfer, so that a late message gets its true answer."""
+
+    outcome: str
+    answers: dict[DeliveryKey, AnyMessage]
+
+
+@dataclass(slots=True)
+class Lane:
+    """Turns of one peer's deliveries, and how much is in flight towards it."""
+
+    facts: PeerFacts
+    ready: OrderedDict[tuple[TransferId, ConsumerId], None] = field(default_factory=OrderedDict)
+    in_flight: int = 0
+
+
+@dataclass(slots=True)
+class ProducerState:
+    """Everything that a producer core knows."""
+
+    limits: Limits
+    block_tokens: tuple[int, ...]
+    rows: dict[TransferId, SourceRow] = field(default_factory=dict)
+    tombstones: OrderedDict[TransferId, Tombstone] = field(default_factory=OrderedDict)
+    lanes: dict[PeerName, Lane] = field(default_factory=dict)
+    slices: dict[int, tuple[TransferId, DeliveryKey]] = field(default_factory=dict)
+    tickets: dict[int, set[TransferId]] = field(default_factory=dict)
+    timers: Timers[TimerKey] = field(default_factory=Timers)
+    slice_timers: Timers[int] = field(default_factory=Timers)
+    outputs: deque[Output] = field(default_factory=deque)
+    results: deque[Result] = field(default_factory=deque)
+    slice_count: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def count(self, what: str) -> None:
+        """Move a counter that says how often something unusual happened."""
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+
+def blocks_covering(start: int, stop: int, block_tokens: int) -> tuple[int, int]:
+    """`(first, past the last)` block index of tokens `[start, stop)`."""
+    return start // block_tokens, -(-stop // block_tokens)
+
+
+def expanded(spans: tuple[tuple[int, int], ...]) -> BlockArray:
+    """Block ids of spans, in order."""
+    blocks = array("q")
+    for first, count in spans:
+        blocks.extend(range(first, first + count))
+    return blocks
