@@ -215,7 +215,7 @@ class Loop:
         for core in (self.producer, self.consumer):
             while (result := core.poll_result()) is not None:
                 if isinstance(result, Received):
-                    self.stats.received_bytes += result.bytes
+                    self.stats.bytes_received += result.bytes
                 self._outbox(result)
         if self._clock() < self._gauged_at + GAUGE_SECONDS:
             return

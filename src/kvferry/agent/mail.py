@@ -55,9 +55,13 @@ class Mail:
             self.forget(peer)
             return str(error)
         except TransportError as error:
-            if error.retryable and len(queue) <= UNSENT_MAX:
-                return None
-            self.forget(peer)
-            return str(error)
+            if not error.retryable:
+                # Not connected (any more): whoever tore the link down has told the cores already.
+                self.stats.messages_dropped += len(queue)
+                self.forget(peer)
+            elif len(queue) > UNSENT_MAX:
+                self.forget(peer)
+                return f"{len(queue)} messages could not be sent: {error}"
+            return None
         self.forget(peer)
         return None

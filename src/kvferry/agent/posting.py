@@ -19,6 +19,7 @@ from kvferry.layout.descriptors import expand
 from kvferry.layout.plan import CopyPlan
 from kvferry.layout.runs import Runs
 from kvferry.protocol.outputs import PostSlice
+from kvferry.protocol.reasons import PEER_LOST, because
 from kvferry.transport.base import Handle, PostState, Transport
 
 
@@ -63,7 +64,7 @@ class Posts:
             runs = slice_runs(piece, plan)
             handle = self.transport.write(piece.peer, runs, self.encode(piece.notify))
         except PeerLostError as error:
-            self.sink.handle_slice_failed(piece.slice, str(error), now, retryable=False)
+            self.sink.handle_slice_failed(piece.slice, because(PEER_LOST, error), now, retryable=False)
             return error
         except TransportError as error:
             self.stats.posts_refused += 1
@@ -93,6 +94,7 @@ class Posts:
             gone = isinstance(error, PeerLostError)
             if gone:
                 lost.append((flight.peer, text))
+                text = because(PEER_LOST, text)
             retryable = error is not None and error.retryable and not gone
             self.sink.handle_slice_failed(number, text, clock(), retryable=retryable)
         return lost

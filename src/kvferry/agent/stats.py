@@ -9,16 +9,18 @@ from dataclasses import dataclass, field
 class Stats:
     """Written by the agent's thread only. All count from its start."""
 
-    posted_bytes: int = 0
+    bytes_posted: int = 0
     """Bytes of slices that were posted."""
-    early_bytes: int = 0
+    bytes_posted_early: int = 0
     """Those of them that were posted before their prefill had ended."""
     posted_slices: int = 0
     posted_descriptors: int = 0
     posts_refused: int = 0
-    received_bytes: int = 0
+    bytes_received: int = 0
     messages_sent: int = 0
     messages_received: int = 0
+    messages_dropped: int = 0
+    """Messages to peers whose link was torn down before they could be sent."""
     peer_errors: int = 0
     """Messages that could not be read or were not possible."""
     peers_lost: int = 0
@@ -29,11 +31,11 @@ class Stats:
 
     def posted(self, count_bytes: int, descriptors: int, *, early: bool) -> None:
         """A slice was posted."""
-        self.posted_bytes += count_bytes
+        self.bytes_posted += count_bytes
         self.posted_slices += 1
         self.posted_descriptors += descriptors
         if early:
-            self.early_bytes += count_bytes
+            self.bytes_posted_early += count_bytes
 
     def snapshot(self) -> dict[str, int]:
         """A copy of all counters and gauges."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -10,7 +11,10 @@ from kvferry.ids import ConsumerId, PeerName, TransferId
 from kvferry.protocol.commands import Source
 from kvferry.protocol.messages import AnyMessage
 
-BlockArray = array[int]
+if TYPE_CHECKING:
+    BlockArray = array[int]
+else:
+    BlockArray = array  # Not subscriptable before Python 3.12.
 """Block ids as signed 64-bit integers (typecode `q`)."""
 
 

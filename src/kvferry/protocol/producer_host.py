@@ -66,7 +66,7 @@ def advance(state: ProducerState, command: Advance, now: float) -> None:
 def finish(state: ProducerState, command: Finish, now: float) -> None:
     """Prefill ended; from now on the lease decides how long the blocks are kept."""
     row = state.rows.get(command.transfer)
-    if row is None or row.host_done:
+    if row is None or row.host_done or row.state is SourceState.UNKNOWN:
         _release_unknown(state, command)
         return
     row.host_done = True
@@ -84,7 +84,7 @@ def finish(state: ProducerState, command: Finish, now: float) -> None:
 def abandon(state: ProducerState, command: Abandon, now: float) -> None:
     """The request ended without its KV."""
     row = state.rows.get(command.transfer)
-    if row is None or row.host_done:
+    if row is None or row.host_done or row.state is SourceState.UNKNOWN:
         _release_unknown(state, command)
         return
     row.host_done = True
@@ -99,7 +99,8 @@ def _give_up(state: ProducerState, row: SourceRow, reason: str, now: float) -> N
 
 
 def _release_unknown(state: ProducerState, command: Finish | Abandon) -> None:
-    if command.transfer in state.rows:
+    row = state.rows.get(command.transfer)
+    if row is not None and row.state is not SourceState.UNKNOWN:
         state.count("finished_twice")
         return
     # Its `Expect` found the table full: nothing was offered to anyone, so nothing reads the blocks.

@@ -13,7 +13,7 @@ from kvferry.ids import PeerName
 from kvferry.protocol import settle
 from kvferry.protocol.messages import Landed, Written
 from kvferry.protocol.outputs import BlockArray, Disconnect, PostSlice
-from kvferry.protocol.reasons import POST_FAILED, because
+from kvferry.protocol.reasons import POST_FAILED, coded
 from kvferry.protocol.sources import Delivery, Lane, Posted, ProducerState, SourceRow, blocks_covering
 from kvferry.protocol.states import DELIVERY, DeliveryEvent, DeliveryState, SourceState
 
@@ -136,7 +136,7 @@ def slice_ended(state: ProducerState, number: int, now: float, failure: str | No
         _retry_later(state, delivery, posted, now)
     else:
         settle.stop(
-            state, delivery, DeliveryEvent.STOP, DeliveryEvent.DRAINED_FAILED, because(POST_FAILED, failure)
+            state, delivery, DeliveryEvent.STOP, DeliveryEvent.DRAINED_FAILED, coded(POST_FAILED, failure)
         )
     wake(state, delivery)
     settle.settle(state, row, now)
