@@ -1,0 +1,66 @@
+# `make` builds .venv; `make demo` shows kvferry at work; `make test` is what CI runs.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+COMPAT_VERSION := 0.29.0
+COMPAT_VENV := .venv-$(COMPAT_VERSION)
+COMPAT_READY := $(COMPAT_VENV)/.ready
+# Tests that show one request end to end on real engines; they are what `make compat` runs per vLLM version.
+END_TO_END := tests/integration/test_end_to_end.py
+WORKERS ?= 2
+SETUP_INPUTS := pyproject.toml scripts/setup.sh $(wildcard requirements/*.txt)
+
+.DEFAULT_GOAL := setup
+.PHONY: setup demo test test-fast test-integration test-long compat lint format types contracts coverage clean
+
+setup: $(READY)
+
+$(READY): $(SETUP_INPUTS)
+	scripts/setup.sh --venv $(VENV)
+	@touch $@
+
+$(COMPAT_READY): $(SETUP_INPUTS)
+	scripts/setup.sh --venv $(COMPAT_VENV) --vllm $(COMPAT_VERSION)
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/kvferry demo
+
+test: lint types test-fast test-integration
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+format: $(READY)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+types: $(READY)
+	$(BIN)/mypy
+
+# Also part of test-fast, as tests/architecture/test_contracts.py.
+contracts: $(READY)
+	$(BIN)/lint-imports --no-cache
+
+test-fast: $(READY)
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not integration and not long"
+
+test-integration: $(READY)
+	$(BIN)/python -m pytest -q -m "integration and not long" --timeout 300
+
+test-long: $(READY)
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -q -m long --timeout 1800
+
+compat: $(READY) $(COMPAT_READY)
+	$(COMPAT_VENV)/bin/python -m pytest -q $(END_TO_END) --timeout 300
+	$(BIN)/python -m pytest -q $(END_TO_END) --timeout 300
+
+coverage: $(READY)
+	$(BIN)/coverage run -m pytest -q -m "not integration and not long"
+	$(BIN)/coverage report
+
+clean:
+	rm -rf .venv .venv-* build dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,24 @@
+"""What all tests share: hypothesis profiles, and the marker of the integration folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+# `ci` finds the same examples on every run, so that a red build is red for its author too; `nightly`
+# looks for new ones.
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+hypothesis.settings.register_profile("nightly", max_examples=2000, deadline=None, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+INTEGRATION = Path(__file__).parent / "integration"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything in `tests/integration` carries the marker, so that no slow test slips into the fast run."""
+    for item in items:
+        if INTEGRATION in item.path.parents:
+            item.add_marker(pytest.mark.integration)
