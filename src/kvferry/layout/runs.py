@@ -39,3 +39,47 @@ class Runs:
 
     def __len__(self) -> int:
         return len(self.length)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Barriers:
+    """Addresses at which a run may start but through which none may pass, per side.
+
+    Two registrations that happen to be neighbours stay two for the network card.
+    """
+
+    source: AddressArray
+    target: AddressArray
+
+
+NO_BARRIERS = Barriers(np.empty(0, np.uint64), np.empty(0, np.uint64))
+
+
+def merge(runs: Runs, barriers: Barriers = NO_BARRIERS) -> Runs:
+    """The same copies in as few runs as possible, in the order of their source addresses.
+
+    Runs are joined that follow each other on both sides. No byte may be the source of two runs; with that,
+    neighbours in the order of sources are the only candidates.
+    """
+    # Rebound so that the unordered arrays are free before the merged ones are made.
+    runs = _ordered(runs)
+    source, target, length = runs.source, runs.target, runs.length
+    touches = source[:-1] + length[:-1] == source[1:]
+    touches &= target[:-1] + length[:-1] == target[1:]
+    if len(barriers.source):
+        touches &= ~np.isin(source[1:], barriers.source)
+    if len(barriers.target):
+        touches &= ~np.isin(target[1:], barriers.target)
+    if not touches.any():
+        return runs
+    starts = np.flatnonzero(np.concatenate(([True], ~touches)))
+    ends = np.append(starts[1:], len(length)) - 1
+    first = source[starts]
+    return Runs(first, target[starts], source[ends] + length[ends] - first)
+
+
+def _ordered(runs: Runs) -> Runs:
+    if np.all(runs.source[:-1] <= runs.source[1:]):
+        return runs
+    order = np.argsort(runs.source)
+    return Runs(runs.source[order], runs.target[order], runs.length[order])
