@@ -1,0 +1,365 @@
+"""The inside of a memory fabric: nodes, their connections, and transfers that land piece by piece.
+
+Not thread-safe; the fabric and its transports hold the fabric's lock around every call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+
+import numpy as np
+
+from kvferry.errors import PeerLostError, TransportError, UsageError
+from kvferry.ids import PeerName
+from kvferry.layout.runs import Runs
+from kvferry.transport.base import Handle, Notification, PostState
+from kvferry.transport.faults import FaultPlan, Link, MessageFault, PostFault
+from kvferry.transport.regions import RegionIndex
+from kvferry.transport.wire import Event, LinkKey, Traffic, Wire
+
+PIECES_MAX = 8
+"""Into so many pieces a transfer is cut at most; each lands on its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class FabricLimits:
+    """Sizes and times of every node of a fabric."""
+
+    notification_bytes_max: int = 64 << 10
+    posts_in_flight_max: int = 4096
+    """Per node; a post beyond it is refused (`retryable`)."""
+    messages_pending_max: int = 1 << 16
+    """Per receiver, under way or not yet taken; a message beyond it is refused (`retryable`)."""
+    retry_bound_seconds: float = 5.0
+    """So long after its post a transfer fails whose peer cannot be reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """A transfer was accepted. `initiator` moves bytes into memory of `owner`."""
+
+    at_seconds: float
+    initiator: PeerName
+    owner: PeerName
+    handle: Handle
+    runs: Runs
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """Bytes have just been written: `runs` of `initiator`'s transfer `handle`, into memory of `owner`."""
+
+    at_seconds: float
+    initiator: PeerName
+    owner: PeerName
+    handle: Handle
+    runs: Runs
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """One node's way to another. Once not alive it never is again; connecting anew makes a new one."""
+
+    key: LinkKey
+    target: Node | None
+    """None when the metadata was of an earlier life of the peer."""
+    regions: RegionIndex
+    metadata: bytes
+    alive: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One member of the fabric: one rank in one life."""
+
+    name: PeerName
+    generation: int
+    regions: RegionIndex
+    connections: dict[PeerName, Connection] = field(default_factory=dict)
+    inbox: deque[Notification] = field(default_factory=deque)
+    messages_pending: int = 0
+    """Messages in the inbox and on the way to it."""
+    posts: dict[Handle, Post] = field(default_factory=dict)
+    """Every post that is not released."""
+    ended: bool = False
+    """Killed or closed: nothing writes its memory any more."""
+    noticed_at: float = 0.0
+    """From then on peers can know that it ended."""
+
+    def posts_in_flight(self) -> list[Post]:
+        """Posts that are not terminal."""
+        return [post for post in self.posts.values() if post.state is PostState.IN_FLIGHT]
+
+
+@dataclass(slots=True, eq=False)
+class Post:
+    """A transfer. Nothing of it lands once `state` is terminal."""
+
+    handle: Handle
+    initiator: Node
+    peer: Node
+    connection: Connection
+    read: bool
+    notify: bytes | None
+    posted_at: float
+    pieces_left: int
+    state: PostState = PostState.IN_FLIGHT
+    error: TransportError | None = None
+
+    @property
+    def owner(self) -> Node:
+        """Whose memory it writes."""
+        return self.initiator if self.read else self.peer
+
+    @property
+    def source(self) -> Node:
+        """Whose memory it reads."""
+        return self.peer if self.read else self.initiator
+
+    @property
+    def link(self) -> LinkKey:
+        """The direction in which its bytes move."""
+        return self.source.name, self.owner.name
+
+    def fail(self, error: TransportError) -> None:
+        """End it, unless it has ended."""
+        if self.state is PostState.IN_FLIGHT:
+            self.state = PostState.FAILED
+            self.error = error
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How a fabric behaves, for its whole life. The fields are explained at `MemoryFabric`."""
+
+    limits: FabricLimits
+    notify_on_poll: bool
+    disconnect_fences: bool
+
+
+class Exchange:
+    """Moves messages and transfers between nodes, by clock, chance and plan."""
+
+    def __init__(self, random: Random, clock: Callable[[], float], rules: Rules) -> None:
+        self.random = random
+        self.clock = clock
+        self.rules = rules
+        self.limits = rules.limits
+        self.wire = Wire(random)
+        self.nodes: dict[PeerName, Node] = {}
+        self.cuts: set[LinkKey] = set()
+        self.plans: dict[LinkKey, FaultPlan] = {}
+        self.default_link = Link()
+        self.land_listeners: list[Callable[[Landing], None]] = []
+        self.post_listeners: list[Callable[[Posted], None]] = []
+        self._handles = 0
+        self._generations = 0
+
+    def plan(self, key: LinkKey) -> FaultPlan:
+        """The behaviour of one direction."""
+        return self.plans.setdefault(key, FaultPlan(self.default_link))
+
+    def join(self, name: PeerName) -> Node:
+        """Add a node. A name is free again when the node that had it has ended.
+
+        Raises:
+            UsageError: a living node has this name.
+        """
+        before = self.nodes.get(name)
+        if before is not None and not before.ended:
+            raise UsageError(f"a node named {name} lives on this fabric; give each its own name")
+        self._generations += 1
+        node = Node(name, self._generations, RegionIndex(()))
+        self.nodes[name] = node
+        return node
+
+    # --- connections -------------------------------------------------------------------------------
+
+    def connect(self, node: Node, peer: PeerName, generation: int, regions: RegionIndex, raw: bytes) -> None:
+        """Open a way to that life of `peer` which its metadata `raw` names; an older way is torn down."""
+        before = node.connections.get(peer)
+        if before is not None and before.metadata == raw and before.alive:
+            return
+        self.disconnect(node, peer)
+        target = self.nodes.get(peer)
+        if target is not None and target.generation != generation:
+            target = None
+        node.connections[peer] = Connection((node.name, peer), target, regions, raw)
+
+    def disconnect(self, node: Node, peer: PeerName) -> None:
+        """Tear down our way to the peer and, where `disconnect_fences`, the peer's way to us."""
+        connection = node.connections.pop(peer, None)
+        if connection is None:
+            return
+        connection.alive = False
+        if self.rules.disconnect_fences and connection.target is not None:
+            _tear(connection.target, node)
+
+    def connection(self, node: Node, peer: PeerName) -> Connection:
+        """The live way to a peer.
+
+        Raises:
+            PeerLostError: the peer has ended, or has torn the connection down.
+            TransportError: not connected.
+        """
+        connection = node.connections.get(peer)
+        if connection is None:
+            raise TransportError(f"not connected to {peer}; call connect with its metadata first")
+        error = self.lost(node, connection)
+        if error is not None:
+            raise error
+        return connection
+
+    def lost(self, node: Node, connection: Connection) -> PeerLostError | None:
+        """Why the peer is known to be gone. Who is told so is safe from whatever that peer had posted."""
+        peer = connection.key[1]
+        target = connection.target
+        if target is not None and connection.alive and not self._death_is_known(target, connection):
+            return None
+        connection.alive = False
+        if target is None:
+            return PeerLostError(f"{peer} is gone")
+        if target.ended:
+            _tear(target, node)
+            return PeerLostError(f"{peer} is gone")
+        return PeerLostError(f"{peer} has torn the connection down")
+
+    def _death_is_known(self, target: Node, connection: Connection) -> bool:
+        return target.ended and not self._is_cut(connection.key) and self.clock() >= target.noticed_at
+
+    def _is_cut(self, key: LinkKey) -> bool:
+        """Whether either direction is cut: what needs an answer needs both."""
+        return key in self.cuts or key[::-1] in self.cuts
+
+    # --- transfers and messages --------------------------------------------------------------------
+
+    def post(self, connection: Connection, node: Node, runs: Runs, notify: bytes | None, read: bool) -> Post:
+        """Accept a transfer of `node` whose runs are checked.
+
+        Raises:
+            TransportError: refused; nothing moves.
+        """
+        peer = connection.target
+        assert peer is not None, "a connection without a target is lost, which was asked before"
+        fault = self.plan(connection.key).post_fault(self.random)
+        if fault is PostFault.REFUSE or len(node.posts_in_flight()) >= self.limits.posts_in_flight_max:
+            raise TransportError(f"{peer.name} is busy, the post was refused", retryable=True)
+        pieces = _pieces(runs, self.random)
+        self._handles += 1
+        post = Post(self._handles, node, peer, connection, read, notify, self.clock(), len(pieces))
+        node.posts[post.handle] = post
+        for listener in self.post_listeners:
+            listener(Posted(post.posted_at, node.name, post.owner.name, post.handle, runs))
+        if fault is PostFault.STALL:
+            return post
+        breaks_at = self.random.randrange(len(pieces)) if fault is PostFault.BREAK else None
+        for index, piece in enumerate(pieces):
+            landing = partial(self._land, post, piece, breaks=index == breaks_at)
+            self.wire.push(Event(self._due(self.plan(post.link).link), post.link, Traffic.POSTS, landing))
+        return post
+
+    def poll(self, post: Post) -> PostState:
+        """The state of a transfer; its notification is sent the first time that it is seen done."""
+        if post.state is not PostState.IN_FLIGHT:
+            return post.state
+        error = self.lost(post.initiator, post.connection)
+        if error is not None:
+            post.fail(error)
+        elif self._given_up(post):
+            post.fail(TransportError(f"{post.peer.name} did not answer within the retry bound"))
+        elif not post.pieces_left and not self._is_cut(post.link):
+            post.state = PostState.DONE
+            if post.notify is not None and self.rules.notify_on_poll:
+                self._carry(post.connection, post.peer, post.notify)
+        return post.state
+
+    def send(self, connection: Connection, payload: bytes) -> None:
+        """Send a message over a live connection; faults may lose, double or delay it.
+
+        Raises:
+            TransportError: too many messages wait for that peer to take them (`retryable`).
+        """
+        target = connection.target
+        assert target is not None, "a connection without a target is lost, which was asked before"
+        if target.messages_pending >= self.limits.messages_pending_max:
+            raise TransportError(f"{target.name} does not take its messages", retryable=True)
+        self._carry(connection, target, payload)
+
+    def _carry(self, connection: Connection, target: Node, payload: bytes) -> None:
+        plan = self.plan(connection.key)
+        fault = plan.message_fault(self.random)
+        if fault is MessageFault.LOSE:
+            return
+        extra = plan.link.delay_seconds if fault is MessageFault.DELAY else 0.0
+        for _ in range(2 if fault is MessageFault.DOUBLE else 1):
+            target.messages_pending += 1
+            delivery = partial(self._deliver, connection.key, target, payload)
+            due = self._due(plan.link) + extra
+            overtakes = plan.link.overtaking
+            self.wire.push(Event(due, connection.key, Traffic.MESSAGES, delivery, overtakes))
+
+    # --- landing -----------------------------------------------------------------------------------
+
+    def _land(self, post: Post, piece: Runs, *, breaks: bool) -> None:
+        # A node that was killed as initiator of a write is no hindrance: its bytes are under way.
+        gone = post.owner.ended or (post.read and post.source.ended)
+        if gone or not post.connection.alive or post.state is not PostState.IN_FLIGHT:
+            return
+        if breaks:
+            post.fail(TransportError("the transfer broke after a part of it had landed", retryable=True))
+            return
+        runs = zip(piece.source.tolist(), piece.target.tolist(), piece.length.tolist(), strict=True)
+        for source, target, size in runs:
+            ctypes.memmove(target, source, size)
+        post.pieces_left -= 1
+        for listener in self.land_listeners:
+            listener(Landing(self.clock(), post.initiator.name, post.owner.name, post.handle, piece))
+        if not post.pieces_left and post.notify is not None and not self.rules.notify_on_poll:
+            self._carry(post.connection, post.peer, post.notify)
+
+    def _deliver(self, key: LinkKey, target: Node, payload: bytes) -> None:
+        if key in self.cuts or target.ended:
+            target.messages_pending -= 1
+            return
+        target.inbox.append(Notification(key[0], payload))
+
+    def _given_up(self, post: Post) -> bool:
+        unreachable = post.peer.ended or self._is_cut(post.link)
+        return unreachable and self.clock() - post.posted_at >= self.limits.retry_bound_seconds
+
+    def _due(self, link: Link) -> float:
+        return self.clock() + link.latency_seconds + link.jitter_seconds * self.random.random()
+
+
+def _tear(initiator: Node, target: Node) -> None:
+    """Stop what `initiator` has under way to `target`; it notices by itself."""
+    connection = initiator.connections.get(target.name)
+    if connection is not None and connection.target is target:
+        connection.alive = False
+
+
+def _pieces(runs: Runs, random: Random) -> list[Runs]:
+    """Deal the runs, in random order, to at most PIECES_MAX pieces; few long runs are cut first."""
+    if len(runs) < PIECES_MAX:
+        runs = _cut(runs, -(-PIECES_MAX // len(runs)))
+    order = list(range(len(runs)))
+    random.shuffle(order)
+    hands = (np.array(order[start::PIECES_MAX], dtype=np.int64) for start in range(PIECES_MAX))
+    return [Runs(runs.source[hand], runs.target[hand], runs.length[hand]) for hand in hands if len(hand)]
+
+
+def _cut(runs: Runs, parts: int) -> Runs:
+    """Cut every run into up to `parts` runs of about the same length."""
+    cut: list[tuple[int, int, int]] = []
+    for source, target, size in zip(
+        runs.source.tolist(), runs.target.tolist(), runs.length.tolist(), strict=True
+    ):
+        step = -(-size // parts)
+        cut += [(source + at, target + at, min(step, size - at)) for at in range(0, size, step)]
+    columns = np.array(cut, dtype=np.uint64)
+    return Runs(columns[:, 0], columns[:, 1], columns[:, 2])
