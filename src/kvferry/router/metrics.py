@@ -1,0 +1,62 @@
+"""The router's Prometheus metrics: names of the design, label values bounded."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+_LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+
+
+class RouterMetrics:
+    """One registry per router, so that two routers in one process do not share counters."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "kvferry_router_requests_total",
+            "Client requests by path (push, local: the decode engine prefilled, none), outcome and cause.",
+            ("path", "outcome", "cause"),
+            registry=self.registry,
+        )
+        self.ttft = Histogram(
+            "kvferry_router_ttft_seconds",
+            "From the client's request to its first byte, streams only.",
+            buckets=_LATENCY,
+            registry=self.registry,
+        )
+        self.itl = Histogram(
+            "kvferry_router_itl_seconds",
+            "Between two pieces of a stream.",
+            buckets=_BETWEEN_TOKENS,
+            registry=self.registry,
+        )
+        self.leg = Histogram(
+            "kvferry_router_leg_seconds",
+            "From a leg's start to a stage of it: first (its first event), answer (the whole of it).",
+            ("leg", "stage"),
+            buckets=_LATENCY,
+            registry=self.registry,
+        )
+        self.retries = Counter(
+            "kvferry_router_retries_total",
+            "Legs that were sent anew, by the leg that failed and why.",
+            ("leg", "reason"),
+            registry=self.registry,
+        )
+        self.worker_up = Gauge(
+            "kvferry_router_worker_up",
+            "1 when requests can be sent to the engine; for a prefill engine its coordinates are known, too.",
+            ("role", "worker"),
+            registry=self.registry,
+        )
+        self.in_flight = Gauge(
+            "kvferry_router_requests_in_flight", "Client requests being served.", registry=self.registry
+        )
+
+    def exposition(self) -> bytes:
+        """The text that `/metrics` answers with."""
+        return generate_latest(self.registry)

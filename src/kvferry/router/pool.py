@@ -1,0 +1,130 @@
+"""The engines that the router knows, and the choice among them.
+
+Everything here belongs to the event loop's thread. A worker is `ready` when a request can be sent to it: it
+answers its health check and, being a prefill engine, has told its coordinates.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+
+from kvferry.handoff import SourceParams
+from kvferry.router.policy import POLICIES
+
+
+class Role(enum.StrEnum):
+    """What an engine does for a request; also the name of the leg that goes to it."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One engine at one address."""
+
+    url: str
+    role: Role
+    up: bool = False
+    source: SourceParams | None = None
+    """Where its KV can be had; None until a probe or an answer told, and again after a sign of a restart."""
+    problem: str = "not checked yet"
+    """Why it is not ready; empty when it is."""
+    in_flight: int = 0
+    """Legs open to it."""
+    hanging: bool = False
+    """Its last check got no answer in time: no request waits for the next one."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request can be sent to it."""
+        return self.up and (self.role is Role.DECODE or self.source is not None)
+
+    @contextmanager
+    def leg(self) -> Iterator[None]:
+        """Count one leg for as long as it is open."""
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
+
+@dataclass(slots=True)
+class _Side:
+    policy: str
+    workers: list[Worker]
+    turn: int = 0
+
+
+@dataclass(slots=True)
+class Pool:
+    """All workers of both roles."""
+
+    chance: Random
+    changed: Callable[[Worker], None]
+    """Told after each change of a worker's readiness."""
+    _sides: dict[Role, _Side] = field(default_factory=dict)
+
+    def add(self, role: Role, urls: Collection[str], policy: str) -> None:
+        """Add the engines of a role; none is ready before its first check."""
+        self._sides[role] = _Side(policy, [Worker(url, role) for url in urls])
+        for worker in self._sides[role].workers:
+            self.changed(worker)
+
+    def workers(self, role: Role | None = None) -> list[Worker]:
+        """The workers of a role, or all."""
+        sides = self._sides.values() if role is None else (self._sides[role],)
+        return [worker for side in sides for worker in side.workers]
+
+    def choose(self, role: Role, tried: Collection[Worker] = ()) -> Worker | None:
+        """A ready worker by the role's policy, an untried one if there is one; None when none is ready."""
+        side = self._sides[role]
+        ready = [worker for worker in side.workers if worker.ready]
+        fresh = [worker for worker in ready if worker not in tried] or ready
+        if not fresh:
+            return None
+        loads = [worker.in_flight for worker in fresh]
+        index = POLICIES[side.policy](loads, side.turn, self.chance)
+        side.turn += 1
+        return fresh[index]
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request could be pushed: at least one ready engine of each role."""
+        return all(any(worker.ready for worker in side.workers) for side in self._sides.values())
+
+    def alive(self, worker: Worker) -> None:
+        """The worker answered its health check."""
+        worker.up = True
+        worker.hanging = False
+        if worker.ready:
+            worker.problem = ""
+        self.changed(worker)
+
+    def down(self, worker: Worker, problem: str) -> None:
+        """The worker cannot serve. Another may come back at its address, so its identity is forgotten."""
+        worker.up = False
+        worker.source = None
+        worker.problem = problem
+        self.changed(worker)
+
+    def learn(self, worker: Worker, source: SourceParams) -> None:
+        """Note where the worker's KV can be had."""
+        worker.source = source
+        if worker.ready:
+            worker.problem = ""
+        self.changed(worker)
+
+
+def same_engine(one: SourceParams, other: SourceParams) -> bool:
+    """Whether two coordinates name the same incarnation of the same engine; the mode is no part of that."""
+    return _identity(one) == _identity(other)
+
+
+def _identity(source: SourceParams) -> tuple[object, ...]:
+    return (source.engine, source.incarnation, source.host, source.port, source.tp, source.pp)

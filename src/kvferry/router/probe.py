@@ -1,0 +1,98 @@
+"""Learning a prefill engine's coordinates by asking it: one token, for a consumer that never comes."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvferry.errors import HandoffError, KvferryError
+from kvferry.handoff import PrefillParams, SourceParams, parse_source
+from kvferry.ids import TransferId
+from kvferry.router.openai import PARAMS, Endpoint, error_message
+
+if TYPE_CHECKING:
+    import aiohttp
+
+_ANSWER_BYTES_MAX = 1 << 20
+
+
+class ProbeError(KvferryError):
+    """The engine did not tell its coordinates; the message says why.
+
+    `unsuitable` is True when asking again soon is in vain: the engine runs, but hands nothing over.
+    """
+
+    def __init__(self, problem: str, *, unsuitable: bool = False) -> None:
+        super().__init__(problem)
+        self.unsuitable = unsuitable
+
+
+async def probe(session: aiohttp.ClientSession, url: str, headers: Mapping[str, str]) -> SourceParams:
+    """Ask the engine at `url` where its KV can be had. The caller bounds the time.
+
+    Raises:
+        ProbeError: the engine answered something else.
+        aiohttp.ClientError: no answer.
+    """
+    models = await _json(session.get(f"{url}/v1/models", headers=headers), "/v1/models")
+    body = probe_body(_first_model(models))
+    request = session.post(f"{url}{Endpoint.COMPLETIONS.value}", json=body, headers=headers)
+    params = (await _json(request, "the probe")).get(PARAMS)
+    if params is None:
+        raise ProbeError(
+            "its answers carry no kv_transfer_params; start it with a KV connector that produces",
+            unsuitable=True,
+        )
+    try:
+        return parse_source(params)
+    except HandoffError as error:
+        raise ProbeError(f"its coordinates make no sense: {error}", unsuitable=True) from error
+
+
+def probe_body(model: str) -> dict[str, Any]:
+    """The probe's request; `probe` asks a kvferry engine to hold nothing, others hold until a lease ends."""
+    params = PrefillParams(transfer=TransferId(secrets.token_hex(16)), consumers=1).to_params()
+    return {
+        "model": model,
+        "prompt": "probe",
+        "max_tokens": 1,
+        "ignore_eos": True,
+        "stream": False,
+        PARAMS: params | {"probe": True},
+    }
+
+
+def _first_model(models: Mapping[str, Any]) -> str:
+    data = models.get("data")
+    first = data[0] if isinstance(data, list) and data else None
+    name = first.get("id") if isinstance(first, Mapping) else None
+    if not isinstance(name, str):
+        raise ProbeError("/v1/models names no model")
+    return name
+
+
+async def _json(request: Any, what: str) -> Mapping[str, Any]:
+    async with request as response:
+        raw = await response.content.read(_ANSWER_BYTES_MAX)
+        while not response.content.at_eof():
+            more = await response.content.read(_ANSWER_BYTES_MAX)
+            raw += more
+            if len(raw) > _ANSWER_BYTES_MAX:
+                raise ProbeError(f"{what}: the answer is too long")
+        if response.status != 200:
+            told = error_message(raw)
+            # A 4xx repeats itself until somebody changes the engine or the key.
+            raise ProbeError(
+                f"{what}: answered {response.status}" + (f": {told}" if told else ""),
+                unsuitable=400 <= response.status < 500,
+            )
+    try:
+        answer = msgspec.json.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProbeError(f"{what}: the answer is not JSON: {error}") from error
+    if not isinstance(answer, Mapping):
+        raise ProbeError(f"{what}: the answer is not an object")
+    return answer

@@ -1,0 +1,220 @@
+"""From a client request to its answer: one life per prompt, answers and streams joined in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvferry.router.dispatch import Dispatcher, Prompt
+from kvferry.router.errors import Cause
+from kvferry.router.legs import DecodeStream, LegError, Reason
+from kvferry.router.openai import Body, ClientRequest, client_answer, joined, shifted, summed
+from kvferry.router.sse import DONE, data_of, event_of
+
+_BATCHES_PER_PROMPT = 4
+"""How many batches of events a prompt may be ahead of the client."""
+
+
+@dataclass(slots=True)
+class Account:
+    """How a client request was served, for its metric."""
+
+    path: str = "none"
+    cause: Cause = Cause.NONE
+
+    def note(self, cause: Cause) -> None:
+        """One of its prompts was served; a prompt that was not pushed speaks for all."""
+        if cause is not Cause.NONE:
+            self.path, self.cause = "local", cause
+        elif self.path == "none":
+            self.path = "push"
+
+
+class Relay:
+    """One client request."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        request: ClientRequest,
+        request_id: str,
+        headers: Mapping[str, str],
+        account: Account,
+    ) -> None:
+        self.account = account
+        self._dispatcher = dispatcher
+        self._request = request
+        self._answer_id = f"cmpl-{request_id}"
+        self._prompts = [
+            Prompt(
+                endpoint=request.endpoint,
+                body=body,
+                n=request.n,
+                stream=request.stream,
+                whole_prompt=request.whole_prompt,
+                request_id=f"{request_id}-{position}",
+                headers=headers,
+            )
+            for position, body in enumerate(request.bodies)
+        ]
+
+    async def answer(self) -> Body:
+        """The answer to a request that is not streamed.
+
+        Raises:
+            RequestError: one of the prompts failed; the others are cancelled.
+        """
+        if len(self._prompts) == 1:
+            return await self._answer(self._prompts[0])
+        async with _running([self._answer(prompt) for prompt in self._prompts]) as tasks:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            _raise_failure(tasks)
+            return joined([task.result() for task in tasks], self._request.n, self._answer_id)
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """The pieces of a streamed answer, `[DONE]` included.
+
+        Raises:
+            RequestError: one of the prompts failed; the others are cancelled.
+        """
+        pieces = self._single() if len(self._prompts) == 1 else self._interleaved()
+        async with aclosing(pieces):
+            async for piece in pieces:
+                yield piece
+        yield DONE
+
+    async def _answer(self, prompt: Prompt) -> Body:
+        served = await self._dispatcher.serve(prompt)
+        try:
+            assert isinstance(served.decode, dict)
+            self.account.note(served.cause)
+            answer = client_answer(served.decode, served.cached_tokens)
+            served.finish()
+            return answer
+        finally:
+            served.close()
+
+    async def _single(self) -> AsyncGenerator[bytes]:
+        async with aclosing(self._batches(self._prompts[0])) as batches:
+            async for events, cached_tokens in batches:
+                yield b"".join(_client_event(event, cached_tokens) for event in events)
+
+    async def _batches(self, prompt: Prompt) -> AsyncGenerator[tuple[list[bytes], int | None]]:
+        """The events of one prompt's stream, with the prefill engine's count of cached tokens."""
+        served = await self._dispatcher.serve(prompt)
+        try:
+            assert isinstance(served.decode, DecodeStream)
+            self.account.note(served.cause)
+            while (events := await served.decode.more()) is not None:
+                yield events, served.cached_tokens
+            served.finish()
+        except LegError as failure:
+            if failure.reason is Reason.LOST:
+                self._dispatcher.pool.down(failure.worker, str(failure))
+            raise failure.request_error() from failure
+        finally:
+            served.close()
+
+    async def _interleaved(self) -> AsyncGenerator[bytes]:
+        """The events of all prompts as they come; the usage of all in one event at the end."""
+        lane = _Lane(_BATCHES_PER_PROMPT * len(self._prompts))
+        usages: list[object] = []
+        last: Body = {}
+        async with _running([self._pump(number, lane) for number in range(len(self._prompts))]) as tasks:
+            for task in tasks:
+                task.add_done_callback(lane.ended)
+            running = len(tasks)
+            while running:
+                chunks = await lane.take()
+                if chunks is None:
+                    running -= 1
+                    _raise_failure(tasks)
+                    continue
+                told = []
+                for chunk in chunks:
+                    last = {**chunk, "id": self._answer_id}
+                    if chunk.get("choices") == [] and "usage" in chunk:
+                        usages.append(chunk["usage"])
+                    else:
+                        told.append(event_of(msgspec.json.encode(last)))
+                if told:
+                    yield b"".join(told)
+        if self._request.include_usage:
+            yield event_of(msgspec.json.encode({**last, "choices": [], "usage": summed(usages)}))
+
+    async def _pump(self, position: int, lane: _Lane) -> None:
+        """Put one prompt's chunks into the lane."""
+        async with aclosing(self._batches(self._prompts[position])) as batches:
+            async for events, cached_tokens in batches:
+                chunks = [chunk for event in events if (chunk := _chunk(event)) is not None]
+                told = [client_answer(chunk, cached_tokens) for chunk in chunks]
+                await lane.put([shifted(chunk, position, self._request.n) for chunk in told])
+
+
+class _Lane:
+    """A bounded queue of chunks from many prompts; an end always fits in, so no end is ever lost."""
+
+    def __init__(self, batches_max: int) -> None:
+        self._queue: asyncio.Queue[list[Body] | None] = asyncio.Queue()
+        self._room = asyncio.Semaphore(batches_max)
+
+    async def put(self, chunks: list[Body]) -> None:
+        await self._room.acquire()
+        self._queue.put_nowait(chunks)
+
+    def ended(self, task: asyncio.Task[Any]) -> None:
+        """One prompt's task is done."""
+        del task
+        self._queue.put_nowait(None)
+
+    async def take(self) -> list[Body] | None:
+        """The next chunks; None when one more prompt has ended."""
+        chunks = await self._queue.get()
+        if chunks is not None:
+            self._room.release()
+        return chunks
+
+
+def _client_event(event: bytes, cached_tokens: int | None) -> bytes:
+    """An event as the client gets it; parsed only when there may be something to change."""
+    counts = cached_tokens is not None and b'"usage"' in event
+    if not counts and b"kv_transfer_params" not in event:
+        return event
+    chunk = _chunk(event)
+    return event if chunk is None else event_of(msgspec.json.encode(client_answer(chunk, cached_tokens)))
+
+
+def _chunk(event: bytes) -> Body | None:
+    data = data_of(event)
+    try:
+        chunk = None if data is None else msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return chunk if isinstance(chunk, dict) else None
+
+
+def _failed(task: asyncio.Task[Any]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is not None
+
+
+def _raise_failure(tasks: list[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        if _failed(task):
+            task.result()
+
+
+@asynccontextmanager
+async def _running(work: list[Coroutine[Any, Any, Any]]) -> AsyncIterator[list[asyncio.Task[Any]]]:
+    """Tasks that do not outlive the block."""
+    tasks = [asyncio.create_task(part) for part in work]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
