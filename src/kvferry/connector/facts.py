@@ -1,0 +1,95 @@
+"""What the connector needs to know of its engine, read once from vLLM's configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+
+from kvferry.connector.metadata import RankIndex
+from kvferry.errors import UsageError
+from kvferry.ids import EngineId, Rank
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """An engine's identity, sizes and role. Both sides of the connector derive equal ones."""
+
+    engine: EngineId
+    tp: int
+    pp: int
+    produces: bool
+    consumes: bool
+    block_tokens: int
+    block_count: int
+    group_count: int = 1
+
+    @property
+    def ranks(self) -> frozenset[RankIndex]:
+        """All of its ranks."""
+        return frozenset(range(self.tp * self.pp))
+
+    def index(self, rank: Rank) -> RankIndex:
+        """The rank's number among `ranks`."""
+        return rank.pp * self.tp + rank.tp
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks that cover so many tokens from the first on."""
+        return -(-tokens // self.block_tokens)
+
+
+def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
+    """Read the facts, and refuse engines whose caches cannot be carried.
+
+    Raises:
+        UsageError: says which feature is in the way and what to do.
+    """
+    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    _refuse_unsupported(vllm_config)
+    spec = only_spec(kv_cache_config)
+    return EngineFacts(
+        engine=EngineId(transfer.engine_id),
+        tp=parallel.tensor_parallel_size,
+        pp=parallel.pipeline_parallel_size,
+        produces=transfer.is_kv_producer,
+        consumes=transfer.is_kv_consumer,
+        block_tokens=spec.block_size,
+        block_count=kv_cache_config.num_blocks,
+    )
+
+
+def only_spec(kv_cache_config: Any) -> Any:
+    """vLLM's description of the one cache group.
+
+    Raises:
+        UsageError: there are several groups, or it is not full attention.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
+        raise UsageError(
+            f"this model's KV cache has {len(groups)} groups ({kinds}); FerryConnector carries caches of "
+            "one group. Try --disable-hybrid-kv-cache-manager where the model allows it"
+        )
+    spec = groups[0].kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        spec = next(iter(spec.kv_cache_specs.values()))
+    if not isinstance(spec, FullAttentionSpec):
+        raise UsageError(
+            f"this model's KV cache is of kind {type(spec).__name__}; FerryConnector carries full "
+            "attention and MLA"
+        )
+    return spec
+
+
+def _refuse_unsupported(vllm_config: Any) -> None:
+    parallel = vllm_config.parallel_config
+    for field in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, field, 1) > 1:
+            flag = "--" + field.replace("_", "-")
+            raise UsageError(f"{flag} is {getattr(parallel, field)}; FerryConnector works with 1")
+    if not getattr(vllm_config.model_config, "disable_cascade_attn", True):
+        # Cascade attention takes a block's reference count for the number of requests that share it, and
+        # FerryConnector holds references of its own.
+        raise UsageError("cascade attention is enabled; FerryConnector needs --disable-cascade-attn")

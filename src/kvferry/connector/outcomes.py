@@ -1,0 +1,54 @@
+"""One outcome per transfer, made of what its ranks report."""
+
+from __future__ import annotations
+
+from kvferry.connector.facts import EngineFacts
+from kvferry.connector.metadata import Ended, RequestId
+from kvferry.connector.stats import BYTES, HANDOVER, TRANSFERS, WRITE, FerryStats
+from kvferry.protocol import reasons
+
+MODE = "push"
+REQUESTS_MAX = 65536
+
+
+class Outcomes:
+    """Collects the ranks' `Ended` of each transfer and moves exactly one counter when all have come.
+
+    A request whose ranks never all report would stay; beyond `REQUESTS_MAX` the oldest is counted as it is.
+    """
+
+    def __init__(self, facts: EngineFacts, stats: FerryStats) -> None:
+        self._facts = facts
+        self._stats = stats
+        self._ended: dict[RequestId, dict[int, Ended]] = {}
+
+    def add(self, event: Ended) -> None:
+        """A rank has reported the end of its part."""
+        ranks = self._ended.setdefault(event.request, {})
+        ranks.setdefault(event.rank, event)
+        if ranks.keys() >= self._facts.ranks:
+            self._count(self._ended.pop(event.request))
+        elif len(self._ended) > REQUESTS_MAX:
+            self._count(self._ended.pop(next(iter(self._ended))))
+
+    def skipped(self, reason: str) -> None:
+        """A transfer ended before any rank had a part in it."""
+        self._stats.count(TRANSFERS, labels=(MODE, "skipped", reason))
+
+    def _count(self, ranks: dict[int, Ended]) -> None:
+        events = list(ranks.values())
+        worst = next((event for event in events if event.failed and not event.cancelled), None)
+        worst = worst or next((event for event in events if event.cancelled), events[0])
+        outcome = "cancelled" if worst.cancelled else "failed" if worst.failed else "completed"
+        self._stats.count(TRANSFERS, labels=(MODE, outcome, reasons.code_of(worst.reason)))
+        moved = sum(event.bytes for event in events)
+        if moved:
+            self._stats.count(BYTES, moved, labels=(MODE,))
+        for name, seconds in (
+            (HANDOVER, [event.handover_seconds for event in events]),
+            (WRITE, [event.write_seconds for event in events]),
+        ):
+            measured = [value for value in seconds if value is not None]
+            if measured:
+                # A transfer is as slow as its slowest rank.
+                self._stats.observe(name, max(measured))

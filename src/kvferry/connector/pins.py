@@ -1,0 +1,66 @@
+"""Blocks that must not be given to another request although no request of the engine holds them.
+
+The engine's block pool counts references; a pin is one more. Scheduler side, its thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, Protocol
+
+from kvferry.ids import BlockId
+
+
+class BlockPool(Protocol):
+    """What we use of vLLM's block pool."""
+
+    blocks: Sequence[Any]
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        """Add a reference to each block."""
+        ...
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
+        """Drop a reference of each block; the first is the first to be reused."""
+        ...
+
+
+class Pins:
+    """References to blocks, by owner. Until a pool is bound it counts and holds nothing."""
+
+    def __init__(self) -> None:
+        self._pool: BlockPool | None = None
+        self._blocks: dict[Hashable, list[BlockId]] = {}
+
+    def bind(self, pool: BlockPool) -> None:
+        """Use the engine's pool from now on. Called once, before the first request."""
+        self._pool = pool
+
+    def add(self, owner: Hashable, blocks: Iterable[BlockId]) -> None:
+        """Hold these blocks for `owner` too."""
+        new = list(blocks)
+        if not new:
+            return
+        self._blocks.setdefault(owner, []).extend(new)
+        if self._pool is not None:
+            self._pool.touch([self._pool.blocks[block] for block in new])
+
+    def drop(self, owner: Hashable) -> None:
+        """Give the owner's blocks back; unknown owners are ignored."""
+        blocks = self._blocks.pop(owner, None)
+        if blocks and self._pool is not None:
+            # The tail first: a prefix is worth keeping longer.
+            self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
+
+    def move(self, owner: Hashable, new_owner: Hashable) -> None:
+        """Name another owner of `owner`'s blocks."""
+        blocks = self._blocks.pop(owner, None)
+        if blocks:
+            self._blocks.setdefault(new_owner, []).extend(blocks)
+
+    def count(self, owner: Hashable) -> int:
+        """Blocks held for `owner`."""
+        return len(self._blocks.get(owner, ()))
+
+    def __len__(self) -> int:
+        return sum(len(blocks) for blocks in self._blocks.values())

@@ -1,0 +1,61 @@
+"""What we use of vLLM's requests, and the reading of their untrusted `kv_transfer_params`."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from kvferry.errors import HandoffError
+from kvferry.handoff import DecodeParams, PrefillParams, parse_request
+
+_NORMAL_ENDS = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
+PROBE_KEY = "probe"
+
+
+class EngineRequest(Protocol):
+    """vLLM's request, as far as the scheduler side reads it."""
+
+    request_id: str
+    num_prompt_tokens: int
+    kv_transfer_params: Any
+    sampling_params: Any
+    status: Any
+
+
+def ended_normally(request: EngineRequest) -> bool:
+    """Whether the request ran to its own end, by whatever stop condition."""
+    return request.status.name in _NORMAL_ENDS
+
+
+def is_preempted(request: EngineRequest) -> bool:
+    """Whether the engine has taken the request's blocks and will compute it again."""
+    return bool(request.status.name == "PREEMPTED")
+
+
+def wants_prompt_logprobs(request: EngineRequest) -> bool:
+    """Whether the prompt must be computed here whatever KV there is."""
+    return getattr(request.sampling_params, "prompt_logprobs", None) is not None
+
+
+def is_probe(params: Any) -> bool:
+    """Whether a prefill request only asks for this engine's coordinates."""
+    return isinstance(params, dict) and params.get(PROBE_KEY) is True
+
+
+def read_params(params: Any, *, produces: bool, consumes: bool) -> PrefillParams | DecodeParams | None:
+    """Read a request's params as an engine of this role can honour them.
+
+    Raises:
+        HandoffError: malformed, or not for this engine; names the key.
+    """
+    request = parse_request(params)
+    if isinstance(request, PrefillParams) and not produces:
+        raise HandoffError(
+            "do_remote_decode", "this engine's kv_role does not produce; send it to a prefill engine"
+        )
+    if isinstance(request, DecodeParams) and not consumes:
+        raise HandoffError(
+            "do_remote_prefill", "this engine's kv_role does not consume; send it to a decode engine"
+        )
+    if request is not None and request.mode == "pull":
+        raise HandoffError("transfer_mode", "'pull' is not available yet; use 'push' or leave it out")
+    return request

@@ -1,0 +1,221 @@
+"""The scheduler side: vLLM's hooks in the engine core's process, in that process's one thread."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Protocol
+
+from kvferry.connector import stats
+from kvferry.connector.facts import EngineFacts
+from kvferry.connector.metadata import (
+    Ended,
+    Event,
+    FerryMetadata,
+    Handshake,
+    PreemptAnswer,
+    Quarantined,
+    RequestId,
+    Safe,
+    WorkerReport,
+)
+from kvferry.connector.outcomes import Outcomes
+from kvferry.connector.pins import BlockPool, Pins
+from kvferry.connector.requests import EngineRequest, is_probe, read_params
+from kvferry.connector.scheduler_consumer import SchedulerConsumer
+from kvferry.connector.scheduler_producer import SchedulerProducer
+from kvferry.connector.settings import Settings
+from kvferry.connector.stats import FerryStats
+from kvferry.errors import HandoffError
+from kvferry.handoff import DecodeParams, PrefillParams, SourceParams
+
+logger = logging.getLogger(__name__)
+
+
+class Directory(Protocol):
+    """The side channel's server, as far as the connector uses it."""
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        ...
+
+    def close(self) -> None:
+        """Stop. Idempotent."""
+        ...
+
+
+class OpenDirectory(Protocol):
+    """Starts a directory that answers with these ranks."""
+
+    def __call__(self, settings: Settings, handshakes: list[Handshake]) -> Directory:
+        """Raises UsageError when the port is taken."""
+        ...
+
+
+class FerryScheduler:
+    """One engine's scheduler side."""
+
+    def __init__(self, facts: EngineFacts, settings: Settings, open_directory: OpenDirectory) -> None:
+        self._facts = facts
+        self._settings = settings
+        self._open_directory = open_directory
+        self._directory: Directory | None = None
+        self._source: SourceParams | None = None
+        self._pins = Pins()
+        self._stats = FerryStats()
+        self._gauges: dict[tuple[str, ...], float] = {}
+        self._outcomes = Outcomes(facts, self._stats)
+        self._probes: set[RequestId] = set()
+        self.producer = SchedulerProducer(facts, self._pins)
+        self.consumer = SchedulerConsumer(
+            facts,
+            self._pins,
+            waiting_blocks_share=settings.waiting_blocks_share,
+            quarantine_share=settings.quarantine_share,
+        )
+
+    def bind_pool(self, pool: BlockPool) -> None:
+        """The engine's block pool exists now."""
+        self._pins.bind(pool)
+
+    def publish(self, handshakes: list[Handshake]) -> None:
+        """Every rank has described itself: open the directory.
+
+        Raises:
+            UsageError: the side channel's port is taken.
+        """
+        self.close()
+        self._directory = self._open_directory(self._settings, handshakes)
+        self._source = SourceParams(
+            engine=self._facts.engine,
+            host=self._settings.advertise_host,
+            port=self._directory.port,
+            tp=self._facts.tp,
+            pp=self._facts.pp,
+            incarnation=handshakes[0].incarnation,
+            mode=self._settings.mode,
+        )
+
+    def arrived(self, request: EngineRequest) -> None:
+        """A new request. Params that cannot be honoured are counted, and the request runs locally."""
+        if not request.kv_transfer_params:
+            return
+        try:
+            self._admit(request)
+        except HandoffError as error:
+            self._stats.count(stats.REFUSED_PARAMS, labels=(_label(error.field),))
+            logger.warning("request %s is computed locally: %s", request.request_id, error)
+
+    def _admit(self, request: EngineRequest) -> None:
+        params = read_params(
+            request.kv_transfer_params, produces=self._facts.produces, consumes=self._facts.consumes
+        )
+        if params is None:
+            return
+        if isinstance(params, PrefillParams) and is_probe(request.kv_transfer_params):
+            self._probes.add(request.request_id)
+            return
+        if params.transfer is None:
+            self._stats.count(stats.LEGACY_PAIRINGS)
+        if isinstance(params, DecodeParams):
+            self.consumer.announce(request, params)
+        elif not self.producer.expect(request, params):
+            raise HandoffError("transfer_id", "is in use by another request; mint one id per dispatch")
+
+    def matched_tokens(self, request: EngineRequest, local_tokens: int) -> tuple[int | None, bool]:
+        """vLLM's `get_num_new_matched_tokens`."""
+        if not self.consumer:
+            return 0, False
+        wanted = self.consumer.wanted_tokens(request, local_tokens)
+        return wanted, bool(wanted)
+
+    def allocated(self, request: EngineRequest, blocks: list[int], external_tokens: int) -> None:
+        """vLLM's `update_state_after_alloc`, with the blocks of the one group."""
+        if not self.consumer.allocated(request, blocks, external_tokens):
+            self._outcomes.skipped("prefix_hit")
+
+    def plan(self, step: Any) -> FerryMetadata:
+        """vLLM's `build_connector_meta`."""
+        metadata = FerryMetadata(commands=self.consumer.take_commands())
+        self.producer.plan(step, metadata)
+        return metadata
+
+    def finish(self, request: EngineRequest) -> tuple[bool, dict[str, Any] | None]:
+        """vLLM's `request_finished_all_groups`: whether to keep the blocks, and the answer's params."""
+        name = request.request_id
+        if name in self._probes:
+            self._probes.discard(name)
+            return False, self._answer(request, None)
+        if not self.consumer.finish(request):
+            self._outcomes.skipped("not_admitted")
+        keep, transfer = self.producer.finish(request)
+        return keep, None if transfer is None else self._answer(request, transfer)
+
+    def _answer(self, request: EngineRequest, transfer: str | None) -> dict[str, Any] | None:
+        if self._source is None:
+            return None
+        params = self._source.to_params() | {
+            "remote_request_id": request.request_id,
+            # A push needs none of them; routers made for vLLM's own connectors pass the key on.
+            "remote_block_ids": [],
+        }
+        return params if transfer is None else params | {"transfer_id": transfer}
+
+    def results(self, output: Any) -> None:
+        """vLLM's `update_connector_output`: what all ranks have reported for one step."""
+        report = output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            # Before the engine frees anything that the same step reports as ended.
+            for event in report.events:
+                self._handle(event)
+        if output.finished_recving:
+            self.consumer.received(output.finished_recving)
+        if output.finished_sending:
+            self.producer.released(output.finished_sending)
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, Ended):
+            self._outcomes.add(event)
+        elif isinstance(event, Quarantined):
+            self.consumer.quarantined(event)
+        elif isinstance(event, Safe):
+            self.consumer.safe(event)
+        elif isinstance(event, PreemptAnswer):
+            self.producer.answered(event)
+
+    @property
+    def needs_steps(self) -> bool:
+        """vLLM's `has_pending_push_work`: the engine shall step until blocks that we hold have come back."""
+        return self.producer.needs_steps or self.consumer.needs_steps
+
+    def take_stats(self) -> FerryStats | None:
+        """What has changed since the last call."""
+        for key, value in self._current_gauges().items():
+            if self._gauges.get(key) != value:
+                self._gauges[key] = value
+                self._stats.gauge(key[0], value, labels=key[1:])
+        if self._stats.is_empty():
+            return None
+        taken = FerryStats(self._stats.data)
+        self._stats.reset()
+        return taken
+
+    def _current_gauges(self) -> dict[tuple[str, ...], float]:
+        return {
+            (stats.IN_FLIGHT, "sending"): len(self.producer) - self.producer.held_count,
+            (stats.IN_FLIGHT, "held"): self.producer.held_count,
+            (stats.IN_FLIGHT, "receiving"): self.consumer.receiving_count,
+            (stats.QUARANTINED,): self.producer.quarantined_blocks + self.consumer.quarantined_blocks,
+            (stats.READY,): int(self.consumer.ready),
+        }
+
+    def close(self) -> None:
+        """Stop the directory. Idempotent."""
+        if self._directory is not None:
+            self._directory.close()
+            self._directory = None
+
+
+def _label(field: str) -> str:
+    """A bounded metric label: the params' keys are ours, not the client's."""
+    return "params" if field == "*" else field

@@ -1,0 +1,196 @@
+"""Scheduler side, decode requests: what they need, where it shall land, and what a failure leaves behind.
+
+A request is `waiting` until the engine has memory for it, `receiving` from then on, and `settled` once its
+KV has arrived, has failed, or was not needed. A settled request is local for good: after a failure or a
+preemption it is computed here.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.connector.facts import EngineFacts
+from kvferry.connector.metadata import Quarantined, RankIndex, RequestId, Safe
+from kvferry.connector.pins import Pins
+from kvferry.connector.requests import EngineRequest, wants_prompt_logprobs
+from kvferry.handoff import DecodeParams, paired_by_request_id
+from kvferry.ids import BlockId, ConsumerId, TransferId
+from kvferry.layout.spans import to_spans
+from kvferry.protocol import reasons
+from kvferry.protocol.commands import AnnounceCommand, Command, Receive, Source, Withdraw
+
+
+class _State(enum.Enum):
+    WAITING = "waiting"
+    RECEIVING = "receiving"
+    SETTLED = "settled"
+
+
+@dataclass(slots=True)
+class _Receiving:
+    """One decode request. `blocks` are the destination while it is receiving."""
+
+    transfer: TransferId
+    consumer: ConsumerId
+    source: Source
+    state: _State = _State.WAITING
+    blocks: list[BlockId] = field(default_factory=list)
+    finished: bool = False
+    """The engine has ended the request; it keeps the blocks until the ranks have reported."""
+
+
+class SchedulerConsumer:
+    """All decode requests of one engine whose KV comes from elsewhere."""
+
+    def __init__(
+        self, facts: EngineFacts, pins: Pins, *, waiting_blocks_share: float, quarantine_share: float
+    ) -> None:
+        self._facts = facts
+        self._pins = pins
+        self._waiting_blocks_max = int(facts.block_count * waiting_blocks_share)
+        self._quarantined_blocks_max = int(facts.block_count * quarantine_share)
+        self._requests: dict[RequestId, _Receiving] = {}
+        self._receiving_blocks = 0
+        self._commands: list[Command] = []
+        self._quarantine: dict[ConsumerId, set[RankIndex]] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def announce(self, request: EngineRequest, params: DecodeParams) -> None:
+        """A decode request has arrived."""
+        source = params.source
+        receiving = _Receiving(
+            transfer=params.transfer or paired_by_request_id(request.request_id),
+            consumer=ConsumerId(request.request_id),
+            source=Source(source.engine, source.host, source.port, source.tp, source.pp, source.incarnation),
+        )
+        self._requests[request.request_id] = receiving
+        self._commands.append(AnnounceCommand(receiving.transfer, receiving.consumer, receiving.source))
+
+    def wanted_tokens(self, request: EngineRequest, local_tokens: int) -> int | None:
+        """Tokens beyond the local ones to come from the producer; None to be asked again. Changes nothing."""
+        receiving = self._requests.get(request.request_id)
+        if receiving is None or receiving.state is not _State.WAITING or wants_prompt_logprobs(request):
+            return 0
+        # The engine computes the last prompt token in any case, to sample from it.
+        if local_tokens >= request.num_prompt_tokens - 1:
+            return 0
+        if not self.ready:
+            return None
+        blocks = self._facts.blocks(request.num_prompt_tokens) - local_tokens // self._facts.block_tokens
+        if self._receiving_blocks and self._receiving_blocks + blocks > self._waiting_blocks_max:
+            return None
+        return request.num_prompt_tokens - local_tokens
+
+    def allocated(self, request: EngineRequest, blocks: list[BlockId], external_tokens: int) -> bool:
+        """The engine has given the request its blocks; False when nothing is needed from the producer."""
+        receiving = self._requests.get(request.request_id)
+        if receiving is None or receiving.state is not _State.WAITING:
+            return True
+        if external_tokens <= 0:
+            receiving.state = _State.SETTLED
+            self._withdraw(receiving, "the KV is here already")
+            return False
+        stop = request.num_prompt_tokens
+        start = stop - external_tokens
+        # Blocks behind the prompt are for tokens to come; they are nobody's target.
+        target = blocks[start // self._facts.block_tokens : self._facts.blocks(stop)]
+        receiving.state = _State.RECEIVING
+        receiving.blocks = target
+        self._receiving_blocks += len(target)
+        self._commands.append(
+            Receive(
+                receiving.transfer, receiving.consumer, receiving.source, start, stop, (to_spans(target),)
+            )
+        )
+        return True
+
+    def finish(self, request: EngineRequest) -> bool:
+        """The engine ends a request, at whatever stage; False when it had asked for nothing yet.
+
+        Blocks that are being written are kept by the engine itself until the ranks report the end.
+        """
+        receiving = self._requests.get(request.request_id)
+        if receiving is None or receiving.finished:
+            return True
+        if receiving.state is _State.SETTLED:
+            del self._requests[request.request_id]
+            return True
+        self._withdraw(receiving, request.status.name.removeprefix("FINISHED_").lower())
+        if receiving.state is _State.RECEIVING:
+            receiving.finished = True
+            return True
+        del self._requests[request.request_id]
+        return False
+
+    def received(self, requests: Iterable[RequestId]) -> None:
+        """Every rank has reported the end of these, well or not."""
+        for name in requests:
+            receiving = self._requests.get(name)
+            if receiving is None or receiving.state is not _State.RECEIVING:
+                continue
+            receiving.state = _State.SETTLED
+            self._receiving_blocks -= len(receiving.blocks)
+            receiving.blocks = []
+            if receiving.finished:
+                del self._requests[name]
+
+    def quarantined(self, event: Quarantined) -> None:
+        """A rank cannot prove that nobody writes into the request's blocks: nobody else may have them."""
+        consumer = ConsumerId(event.request)
+        if consumer not in self._quarantine:
+            receiving = self._requests.get(event.request)
+            if receiving is None:
+                return
+            self._quarantine[consumer] = set()
+            self._pins.add(("quarantine", consumer), receiving.blocks)
+        self._quarantine[consumer].add(event.rank)
+
+    def safe(self, event: Safe) -> None:
+        """A rank now can."""
+        consumer = ConsumerId(event.request)
+        ranks = self._quarantine.get(consumer)
+        if ranks is None:
+            return
+        ranks.discard(event.rank)
+        if not ranks:
+            del self._quarantine[consumer]
+            self._pins.drop(("quarantine", consumer))
+
+    def take_commands(self) -> list[Command]:
+        """The commands since the last call."""
+        commands, self._commands = self._commands, []
+        return commands
+
+    @property
+    def quarantined_blocks(self) -> int:
+        """Blocks in quarantine."""
+        return sum(self._pins.count(("quarantine", consumer)) for consumer in self._quarantine)
+
+    @property
+    def ready(self) -> bool:
+        """Whether quarantine leaves enough of the cache to admit more remote KV."""
+        return self.quarantined_blocks <= self._quarantined_blocks_max
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether the workers must be heard or told something although the engine has no request to run."""
+        return bool(self._commands or self._quarantine)
+
+    @property
+    def receiving_count(self) -> int:
+        """Requests whose KV is on its way."""
+        return sum(receiving.state is _State.RECEIVING for receiving in self._requests.values())
+
+    def _withdraw(self, receiving: _Receiving, reason: str) -> None:
+        cancelled = reasons.because(reasons.CANCELLED, reason)
+        self._commands.append(Withdraw(receiving.transfer, receiving.consumer, receiving.source, cancelled))
+
+
+def single_group(blocks: Any) -> list[BlockId]:
+    """The block ids of vLLM's `KVCacheBlocks` of a cache with one group."""
+    return list(blocks.get_block_ids()[0])

@@ -1,0 +1,228 @@
+"""Scheduler side, prefill requests: from the engine's steps to the commands that let KV leave early.
+
+A request is `expected` when it arrives, `published` once a step has been told to advance its frontier, and
+`ended` when the engine has finished it. From the first publication on its blocks are pinned, because a
+write may read them: until every rank has released the transfer, or, after a preemption, until every rank
+has drained its writes. So no other request gets a block that is still being read, whatever the engine does
+with its own references.
+
+`published` outlasts a preemption: from then on the engine keeps the request's blocks at its end for every
+status, and each rank reports `finished_sending` exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.connector.facts import EngineFacts
+from kvferry.connector.metadata import FerryMetadata, PreemptAnswer, RankIndex, RequestId, Sender
+from kvferry.connector.pins import Pins
+from kvferry.connector.requests import EngineRequest, ended_normally, is_preempted
+from kvferry.handoff import PrefillParams, paired_by_request_id
+from kvferry.ids import BlockId, TransferId
+from kvferry.layout.spans import to_spans
+from kvferry.protocol import reasons
+from kvferry.protocol.commands import Abandon, Advance, Command, Expect, Finish, Preempt
+
+
+@dataclass(slots=True)
+class _Sending:
+    """One prefill request. `fresh` are block ids that are allocated and not yet published."""
+
+    request: EngineRequest
+    transfer: TransferId
+    frontier: int = 0
+    blocks_published: int = 0
+    fresh: list[BlockId] = field(default_factory=list)
+    published: bool = False
+    ended: bool = False
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """A preemption's pins. `waiting` ranks have not drained; `answered` ones have said so at least once."""
+
+    waiting: set[RankIndex]
+    answered: set[RankIndex] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scheduled:
+    """What a step does to one request. `blocks` replace all known ones when `replaced`."""
+
+    request: RequestId
+    computed_tokens: int
+    blocks: list[BlockId]
+    replaced: bool
+
+
+class SchedulerProducer:
+    """All prefill requests of one engine that hand their KV over."""
+
+    def __init__(self, facts: EngineFacts, pins: Pins) -> None:
+        self._facts = facts
+        self._pins = pins
+        self._requests: dict[RequestId, _Sending] = {}
+        self._transfers: set[TransferId] = set()
+        self._senders: list[Sender] = []
+        self._commands: list[Command] = []
+        self._held: set[RequestId] = set()
+        self._tickets: dict[int, _Ticket] = {}
+        self._next_ticket = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def expect(self, request: EngineRequest, params: PrefillParams) -> bool:
+        """A prefill request has arrived; False when its transfer id is in use by another one."""
+        transfer = params.transfer or paired_by_request_id(request.request_id)
+        if transfer in self._transfers:
+            return False
+        self._transfers.add(transfer)
+        self._requests[request.request_id] = _Sending(request, transfer)
+        self._senders.append(Sender(transfer, request.request_id))
+        self._commands.append(Expect(transfer, request.num_prompt_tokens, params.consumers))
+        return True
+
+    def plan(self, step: Any, metadata: FerryMetadata) -> None:
+        """Add a step's part (`SchedulerOutput`) to its metadata."""
+        metadata.senders, self._senders = self._senders, []
+        metadata.commands += self._commands
+        self._commands = []
+        if not self._requests:
+            return
+        metadata.preempt = self._preempt(step.preempted_req_ids or ())
+        for scheduled in _scheduled(step, self._requests):
+            sending = self._requests[scheduled.request]
+            if scheduled.replaced:
+                sending.fresh = list(scheduled.blocks)
+                sending.blocks_published = sending.frontier = 0
+            else:
+                sending.fresh += scheduled.blocks
+            tokens = scheduled.computed_tokens + step.num_scheduled_tokens[scheduled.request]
+            advance = self._advance(sending, min(tokens, sending.request.num_prompt_tokens))
+            if advance is not None:
+                metadata.advances.append(advance)
+
+    def finish(self, request: EngineRequest) -> tuple[bool, TransferId | None]:
+        """The engine ends a request: whether to keep its blocks, and the transfer that it hands over."""
+        sending = self._requests.get(request.request_id)
+        if sending is None or sending.ended:
+            return False, None
+        sending.ended = True
+        complete = sending.frontier >= request.num_prompt_tokens
+        handed_over = complete and ended_normally(request)
+        if handed_over:
+            self._commands.append(Finish(sending.transfer))
+        else:
+            reason = reasons.INCOMPLETE if ended_normally(request) else reasons.ABANDONED
+            detail = request.status.name.removeprefix("FINISHED_").lower()
+            self._commands.append(Abandon(sending.transfer, reasons.because(reason, f"prefill {detail}")))
+        if sending.published:
+            self._held.add(request.request_id)
+        else:
+            self._forget(request.request_id)
+        return sending.published, sending.transfer if handed_over else None
+
+    def released(self, requests: Iterable[RequestId]) -> None:
+        """Every rank has let go of these requests' blocks."""
+        for request in requests:
+            self._forget(request)
+
+    def answered(self, answer: PreemptAnswer) -> None:
+        """A rank has waited for the writes of a preemption."""
+        ticket = self._tickets.get(answer.ticket)
+        if ticket is None:
+            return
+        ticket.answered.add(answer.rank)
+        if answer.drained:
+            ticket.waiting.discard(answer.rank)
+        if not ticket.waiting:
+            del self._tickets[answer.ticket]
+            self._pins.drop(answer.ticket)
+
+    def has_pending_frees(self) -> bool:
+        """Whether blocks of a preempted request come back as soon as ranks have answered.
+
+        A rank that could not drain in time has answered too: the engine must not wait for it any longer.
+        """
+        if any(not self._facts.ranks <= ticket.answered for ticket in self._tickets.values()):
+            return True
+        return any(
+            is_preempted(sending.request) and self._pins.count(name) > 0
+            for name, sending in self._requests.items()
+        )
+
+    @property
+    def quarantined_blocks(self) -> int:
+        """Blocks of preempted requests that writes still read after the wait."""
+        return sum(
+            self._pins.count(number)
+            for number, ticket in self._tickets.items()
+            if self._facts.ranks <= ticket.answered
+        )
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether the workers must be heard or told something although the engine has no request to run."""
+        return bool(self._commands or self._tickets or self._held)
+
+    @property
+    def held_count(self) -> int:
+        """Requests that have ended and whose blocks are kept."""
+        return len(self._held)
+
+    def _preempt(self, preempted: Iterable[RequestId]) -> Preempt | None:
+        ticket = self._next_ticket
+        transfers = []
+        for name in preempted:
+            sending = self._requests.get(name)
+            if sending is None or not self._pins.count(name):
+                continue
+            transfers.append(sending.transfer)
+            self._pins.move(name, ticket)
+            sending.fresh = []
+            sending.blocks_published = sending.frontier = 0
+        if not transfers:
+            return None
+        self._next_ticket += 1
+        self._tickets[ticket] = _Ticket(waiting=set(self._facts.ranks))
+        return Preempt(tuple(transfers), ticket)
+
+    def _advance(self, sending: _Sending, frontier: int) -> Advance | None:
+        if frontier <= sending.frontier:
+            return None
+        first = sending.blocks_published
+        wanted = self._facts.blocks(frontier) - first
+        blocks, sending.fresh = sending.fresh[:wanted], sending.fresh[wanted:]
+        sending.frontier = frontier
+        sending.blocks_published = first + len(blocks)
+        sending.published = True
+        self._pins.add(sending.request.request_id, blocks)
+        return Advance(sending.transfer, frontier, first, (to_spans(blocks),))
+
+    def _forget(self, request: RequestId) -> None:
+        self._pins.drop(request)
+        self._held.discard(request)
+        sending = self._requests.pop(request, None)
+        if sending is not None:
+            self._transfers.discard(sending.transfer)
+
+
+def _scheduled(step: Any, wanted: dict[RequestId, _Sending]) -> Iterator[_Scheduled]:
+    """The step's entries of our requests: those that (re)start, then those that go on."""
+    for new in step.scheduled_new_reqs:
+        if new.req_id in wanted:
+            yield _Scheduled(new.req_id, new.num_computed_tokens, list(new.block_ids[0]), replaced=True)
+    cached = step.scheduled_cached_reqs
+    for index, name in enumerate(cached.req_ids):
+        if name in wanted:
+            blocks = cached.new_block_ids[index]
+            yield _Scheduled(
+                name,
+                cached.num_computed_tokens[index],
+                list(blocks[0]) if blocks else [],
+                replaced=name in cached.resumed_req_ids,
+            )

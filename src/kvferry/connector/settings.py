@@ -1,0 +1,213 @@
+"""`kv_connector_extra_config`: every key that an operator may set, typed and validated at start."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from kvferry.errors import UsageError
+from kvferry.handoff import TransferMode
+from kvferry.protocol.limits import Limits
+
+_Number = TypeVar("_Number", int, float)
+
+PORT_DEFAULT = 5600
+HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
+PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+TESTING_VARIABLE = "KVFERRY_TESTING"
+
+# Keys of the extra config that set a field of Limits. Operators of vLLM know `kv_lease_duration`.
+LIMIT_KEYS = {
+    "kv_lease_duration": "lease_seconds",
+    "renew_seconds": "renew_seconds",
+    "permission_seconds": "write_seconds",
+    "silence_seconds": "silence_seconds",
+    "handshake_seconds": "handshake_seconds",
+    "unknown_seconds": "unknown_seconds",
+    "slice_seconds": "slice_seconds",
+    "slice_bytes": "slice_bytes",
+    "in_flight_per_peer": "in_flight_per_peer",
+    "transfers_max": "transfers_max",
+}
+
+
+class _Keys(msgspec.Struct, frozen=True, kw_only=True):
+    """The keys that are not limits, as they are written in the extra config."""
+
+    side_channel_host: str | None = None
+    side_channel_port: int | None = None
+    advertise_host: str | None = None
+    transfer_mode: Literal["push", "pull"] = "push"
+    allowed_modes: tuple[Literal["push", "pull"], ...] | None = None
+    backends: tuple[str, ...] = ("UCX",)
+    num_threads: int = 0
+    progress_thread: bool = False
+    waiting_blocks_share: float = 0.5
+    quarantine_share: float = 0.1
+    drain_seconds: float = 1.0
+    close_seconds: float = 5.0
+    side_channel_secret: str | None = None
+    test_corrupt_block: int | None = None
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the connector runs with."""
+
+    side_channel_host: str
+    """Where the directory binds."""
+    side_channel_port: int
+    """0 lets the system choose; the data-parallel index is already added."""
+    advertise_host: str
+    """What peers are told to connect to."""
+    mode: TransferMode
+    limits: Limits
+    backends: tuple[str, ...]
+    num_threads: int
+    progress_thread: bool
+    waiting_blocks_share: float
+    """Share of the cache that may wait for remote KV; beyond it the scheduler is told to ask again."""
+    quarantine_share: float
+    """Share of the cache in quarantine beyond which the engine admits no remote KV and is not ready."""
+    drain_seconds: float
+    """How long a step may wait at a preemption for writes that read the preempted blocks."""
+    close_seconds: float
+    side_channel_secret: str | None
+    corrupt_block: int | None
+    """Test hook: the prompt's block of this index is damaged before it is pushed."""
+
+
+KNOWN_KEYS = tuple(sorted((*_Keys.__struct_fields__, *LIMIT_KEYS)))
+
+
+def read_settings(
+    extra: Mapping[str, Any], data_parallel_index: int = 0, environment: Mapping[str, str] | None = None
+) -> Settings:
+    """Validate an engine's `kv_connector_extra_config`; `environment` stands in for the process's.
+
+    Raises:
+        UsageError: an unknown key, a wrong type or a value out of range; names the key and what is right.
+    """
+    environment = os.environ if environment is None else environment
+    keys = _typed(extra)
+    host = keys.side_channel_host or environment.get(HOST_VARIABLE) or "127.0.0.1"
+    return Settings(
+        side_channel_host=host,
+        side_channel_port=_port(keys, data_parallel_index, environment),
+        advertise_host=_advertised(keys, host),
+        mode=_mode(keys),
+        limits=_limits(extra),
+        backends=keys.backends,
+        num_threads=_least("num_threads", keys.num_threads, 0),
+        progress_thread=keys.progress_thread,
+        waiting_blocks_share=_share("waiting_blocks_share", keys.waiting_blocks_share),
+        quarantine_share=_share("quarantine_share", keys.quarantine_share),
+        drain_seconds=_least("drain_seconds", keys.drain_seconds, 0),
+        close_seconds=_least("close_seconds", keys.close_seconds, 0),
+        side_channel_secret=keys.side_channel_secret,
+        corrupt_block=_corrupt_block(keys, environment),
+    )
+
+
+def _typed(extra: Mapping[str, Any]) -> _Keys:
+    unknown = sorted(set(extra) - set(KNOWN_KEYS))
+    if unknown:
+        raise UsageError(
+            f"kv_connector_extra_config.{unknown[0]} is not known; the keys are: {', '.join(KNOWN_KEYS)}"
+        )
+    ours = {key: value for key, value in extra.items() if key not in LIMIT_KEYS}
+    try:
+        keys = msgspec.convert(ours, _Keys)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"kv_connector_extra_config: {error}") from error
+    if not keys.backends or not all(keys.backends):
+        raise UsageError(
+            "kv_connector_extra_config.backends must name at least one NIXL backend, e.g. ['UCX']"
+        )
+    return keys
+
+
+def _limits(extra: Mapping[str, Any]) -> Limits:
+    given = {LIMIT_KEYS[key]: value for key, value in extra.items() if key in LIMIT_KEYS}
+    try:
+        return msgspec.convert(given, Limits)
+    except (msgspec.ValidationError, UsageError) as error:
+        # Limits speaks of its own fields; the operator wrote the keys.
+        text = str(error)
+        for key, field in LIMIT_KEYS.items():
+            text = text.replace(field, key)
+        raise UsageError(f"kv_connector_extra_config: {text}") from error
+
+
+def _port(keys: _Keys, data_parallel_index: int, environment: Mapping[str, str]) -> int:
+    port = keys.side_channel_port
+    name = "kv_connector_extra_config.side_channel_port"
+    if port is None:
+        text = environment.get(PORT_VARIABLE, str(PORT_DEFAULT))
+        name = PORT_VARIABLE
+        if not text.isdecimal():
+            raise UsageError(f"{name} must be a port number, not {text!r}")
+        port = int(text)
+    if port == 0:
+        return 0
+    if not 0 < port <= 65535 - data_parallel_index:
+        raise UsageError(
+            f"{name} must be from 0 to 65535 with the data-parallel index ({data_parallel_index}) added, "
+            f"not {port}"
+        )
+    return port + data_parallel_index
+
+
+def _advertised(keys: _Keys, host: str) -> str:
+    if keys.advertise_host:
+        return keys.advertise_host
+    try:
+        everywhere = ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        everywhere = False
+    if everywhere:
+        raise UsageError(
+            f"side_channel_host {host} binds every interface; set advertise_host to the address that "
+            "the other engines shall connect to"
+        )
+    return host
+
+
+def _mode(keys: _Keys) -> TransferMode:
+    if keys.transfer_mode == "pull" or (
+        keys.allowed_modes is not None and set(keys.allowed_modes) != {"push"}
+    ):
+        key = "transfer_mode" if keys.transfer_mode == "pull" else "allowed_modes"
+        raise UsageError(
+            f"kv_connector_extra_config.{key}: pull is not available yet; push is what exists, "
+            "set transfer_mode to 'push' or leave it out"
+        )
+    return "push"
+
+
+def _share(key: str, value: float) -> float:
+    if not 0 < value <= 1:
+        raise UsageError(
+            f"kv_connector_extra_config.{key} must be greater than 0 and at most 1, not {value!r}"
+        )
+    return value
+
+
+def _least(key: str, value: _Number, least: float) -> _Number:
+    if value < least:
+        raise UsageError(f"kv_connector_extra_config.{key} must be at least {least:g}, not {value!r}")
+    return value
+
+
+def _corrupt_block(keys: _Keys, environment: Mapping[str, str]) -> int | None:
+    if keys.test_corrupt_block is None:
+        return None
+    if environment.get(TESTING_VARIABLE) != "1":
+        raise UsageError(
+            "kv_connector_extra_config.test_corrupt_block damages KV on purpose and needs "
+            f"{TESTING_VARIABLE}=1"
+        )
+    return _least("test_corrupt_block", keys.test_corrupt_block, 0)

@@ -1,0 +1,203 @@
+"""Starting a rank's agent and an engine's directory: where transport, clock and network are chosen."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import secrets
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+from kvferry import __version__
+from kvferry.agent.agent import Agent
+from kvferry.agent.directory import Directory, RankEntry
+from kvferry.agent.directory_client import DirectoryClient
+from kvferry.agent.directory_server import DirectoryServer
+from kvferry.agent.links import Identity
+from kvferry.connector import compat
+from kvferry.connector.caches import Model, Tensor, describe_caches
+from kvferry.connector.facts import EngineFacts, only_spec
+from kvferry.connector.metadata import Handshake
+from kvferry.connector.settings import Settings
+from kvferry.connector.worker import FerryWorker, Ready
+from kvferry.ids import Incarnation, PeerName, Rank, peer_name
+from kvferry.layout.spec import CacheSpec, encode_spec
+from kvferry.transport.base import Transport
+from kvferry.transport.nixl import NixlTransport
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerStart:
+    """What a rank needs to start once vLLM has made its KV caches."""
+
+    def __init__(
+        self, vllm_config: Any, kv_cache_config: Any, facts: EngineFacts, settings: Settings
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._facts = facts
+        self._settings = settings
+
+    def run(self, tensors: dict[str, Tensor]) -> tuple[FerryWorker, Handshake]:
+        """Describe the caches, start the agent; the worker side and what the directory shall say of it.
+
+        Raises:
+            UsageError: the caches cannot be carried.
+            TransportError: the transport could not be started.
+        """
+        facts, settings = self._facts, self._settings
+        rank = Rank(get_pp_group().rank_in_group, get_tp_group().rank_in_group)
+        caches = describe_caches(
+            tensors,
+            model=_model(self._vllm_config, self._kv_cache_config),
+            rank=rank,
+            tp=facts.tp,
+            pp=facts.pp,
+            block_tokens=facts.block_tokens,
+            block_count=facts.block_count,
+        )
+        identity = Identity(facts.engine, _shared_incarnation(), rank)
+        agent = _make_agent(identity, caches.spec, settings)
+        handshake = Handshake(
+            engine=identity.engine,
+            incarnation=identity.incarnation,
+            pp=rank.pp,
+            tp=rank.tp,
+            metadata=agent.start(),
+            cache=encode_spec(caches.spec),
+        )
+        worker = FerryWorker(
+            agent,
+            rank=facts.index(rank),
+            block_tokens=facts.block_tokens,
+            ratio=caches.ratio,
+            drain_seconds=settings.drain_seconds,
+            can_start_over=compat.can_fail_receives(),
+            record=_recorder(next(iter(tensors.values()))),
+        )
+        if settings.corrupt_block is not None:
+            logger.warning(
+                "test hook: block %d of each prompt is damaged before it is pushed", settings.corrupt_block
+            )
+            worker.damage_block(settings.corrupt_block, lambda block: _damage(tensors, block, caches.ratio))
+        logger.info(
+            "rank %s of %s carries %d layers by %s",
+            rank,
+            identity.engine,
+            len(caches.spec.groups[0].planes),
+            ", ".join(settings.backends),
+        )
+        return worker, handshake
+
+
+def open_directory(settings: Settings, handshakes: list[Handshake]) -> DirectoryServer:
+    """Serve the ranks' descriptions on the side channel.
+
+    Raises:
+        UsageError: the port is taken or the address cannot be bound.
+    """
+    server = DirectoryServer(
+        settings.side_channel_host,
+        settings.side_channel_port,
+        advertise_host=settings.advertise_host,
+        secret=settings.side_channel_secret,
+    )
+    first = handshakes[0]
+    server.publish(
+        Directory(
+            engine=first.engine,
+            incarnation=first.incarnation,
+            tp_size=1 + max(one.tp for one in handshakes),
+            pp_size=1 + max(one.pp for one in handshakes),
+            ranks=tuple(
+                RankEntry(
+                    pp=one.pp,
+                    tp=one.tp,
+                    peer=peer_name(one.engine, one.incarnation, Rank(one.pp, one.tp)),
+                    metadata=one.metadata,
+                    cache=one.cache,
+                )
+                for one in handshakes
+            ),
+        )
+    )
+    logger.info("side channel of %s: %s port %d", first.engine, settings.advertise_host, server.port)
+    return server
+
+
+def _make_agent(identity: Identity, cache: CacheSpec, settings: Settings) -> Agent:
+    def make_transport(name: PeerName) -> Transport:
+        return NixlTransport(
+            name,
+            backends=settings.backends,
+            progress_thread=settings.progress_thread,
+            num_threads=settings.num_threads,
+        )
+
+    resolver = DirectoryClient(
+        secret=settings.side_channel_secret, deadline_seconds=settings.limits.handshake_seconds
+    )
+    return Agent(identity, cache, make_transport, settings.limits, resolver)
+
+
+def _shared_incarnation() -> Incarnation:
+    """One random id for all ranks of this engine: that of its first rank."""
+    mine = secrets.token_hex(8)
+    shared = get_tp_group().broadcast_object(get_pp_group().broadcast_object(mine, src=0), src=0)
+    return Incarnation(str(shared))
+
+
+def _model(vllm_config: Any, kv_cache_config: Any) -> Model:
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    spec = only_spec(kv_cache_config)
+    speculative = vllm_config.speculative_config
+    return Model(
+        name=_model_name(model),
+        dtype=_plain(model.dtype),
+        kv_dtype=_plain(spec.dtype) if cache.cache_dtype == "auto" else str(cache.cache_dtype),
+        kv_heads=model.get_total_num_kv_heads(),
+        is_mla=bool(model.use_mla),
+        facts={
+            "model_revision": str(model.revision or ""),
+            "quantization": str(model.quantization or ""),
+            "speculative_config": "" if speculative is None else f"{speculative.method} {speculative.model}",
+            "engine_version": compat.engine_version(),
+            "kvferry_version": __version__,
+            "max_model_len": str(model.max_model_len),
+        },
+    )
+
+
+def _model_name(model: Any) -> str:
+    """The name's last part, because paths differ, and a digest of the configuration."""
+    config = {key: value for key, value in model.hf_config.to_dict().items() if not key.startswith("_")}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
+    return f"{PurePath(str(model.model)).name}#{digest[:16]}"
+
+
+def _plain(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _recorder(tensor: Any) -> Any:
+    """How to mark the end of a forward pass on the caches' device; None on a CPU, where it has ended."""
+    if tensor.device.type != "cuda":
+        return None
+
+    def record() -> Ready:
+        event = torch.cuda.Event()
+        event.record()
+        ready: Ready = event.query
+        return ready
+
+    return record
+
+
+def _damage(tensors: dict[str, Any], block: int, ratio: int) -> None:
+    for tensor in tensors.values():
+        tensor[block * ratio : (block + 1) * ratio].neg_()

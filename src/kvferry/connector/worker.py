@@ -1,0 +1,258 @@
+"""The worker side: vLLM's hooks in a rank's process, on its main thread, which also launches the model.
+
+Nothing here touches the transport. Commands go into the agent's mailbox, results come out of it, and the
+work per step is in proportion to what has changed. The order within a step: `preempt`, `begin`, the forward
+pass, `save`, `collect` (`save` may come after `collect` under speculative decoding).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from kvferry.connector import stats
+from kvferry.connector.caches import kernel_spans
+from kvferry.connector.metadata import FerryMetadata, PreemptAnswer, RankIndex, RequestId, WorkerReport
+from kvferry.connector.stats import FerryStats
+from kvferry.connector.worker_consumer import Reported, WorkerConsumer
+from kvferry.connector.worker_producer import WorkerProducer
+from kvferry.ids import BlockId, TransferId
+from kvferry.layout.spans import from_spans
+from kvferry.protocol import reasons
+from kvferry.protocol.commands import (
+    Abandon,
+    Advance,
+    BlocksSafe,
+    Command,
+    Drained,
+    Expect,
+    Finish,
+    Groups,
+    Preempt,
+    Receive,
+    Received,
+    ReceiveFailed,
+    Released,
+    Result,
+    Withdraw,
+)
+
+Clock = Callable[[], float]
+Damage = Callable[[BlockId], None]
+Ready = Callable[[], bool]
+Record = Callable[[], Ready]
+"""Marks a point in the device's work; what it returns says, on any thread, whether that has passed."""
+
+
+class AgentFace(Protocol):
+    """The agent, as the worker side uses it. Every method may be called from any thread."""
+
+    def submit(self, command: Command, ready: Ready | None = None) -> bool:
+        """Take a command; False only for an `Expect`, `AnnounceCommand` or `Receive` that finds no room.
+
+        A producer's command with `ready` counts only once that returns True; later ones keep their order.
+        """
+        ...
+
+    def results(self) -> list[Result]:
+        """What has come since the last call."""
+        ...
+
+    def drain(self, transfers: tuple[TransferId, ...], timeout_seconds: float) -> bool:
+        """Wait until no write reads the transfers' blocks; False when that took too long."""
+        ...
+
+    def snapshot(self) -> Mapping[str, Any]:
+        """Statistics since the start."""
+        ...
+
+    def close(self, timeout_seconds: float) -> object:
+        """Stop. Idempotent."""
+        ...
+
+
+class FerryWorker:
+    """One rank's worker side."""
+
+    def __init__(
+        self,
+        agent: AgentFace,
+        *,
+        rank: RankIndex,
+        block_tokens: int,
+        ratio: int = 1,
+        drain_seconds: float = 1.0,
+        can_start_over: bool = True,
+        record: Record | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """`ratio`: blocks of the cache description per block of the engine.
+
+        `record` is None where the forward pass has ended when its hooks run; elsewhere it marks its end.
+        """
+        self._agent = agent
+        self._rank = rank
+        self._ratio = ratio
+        self._drain_seconds = drain_seconds
+        self._clock = clock
+        self._producer = WorkerProducer(rank)
+        self._consumer = WorkerConsumer(rank, block_tokens, can_start_over=can_start_over)
+        self._record = record
+        self._refused: list[Result] = []
+        self._undrained: set[int] = set()
+        self._out = Reported()
+        self._totals: dict[str, int] = {}
+        self._damage: tuple[int, Damage] | None = None
+
+    def damage_block(self, index: int, damage: Damage) -> None:
+        """Test hook: call `damage` with the id of each prompt's block `index` before it is published."""
+        self._damage = index, damage
+
+    def preempt(self, preempt: Preempt | None) -> None:
+        """Blocks have been taken away: wait, bounded, until nothing reads them."""
+        if preempt is None:
+            return
+        drained = self._agent.drain(preempt.transfers, self._drain_seconds)
+        self._out.events.append(PreemptAnswer(self._rank, preempt.ticket, drained))
+        if not drained:
+            # Asked again under our own number, the agent reports when it has.
+            self._undrained.add(preempt.ticket)
+            self._agent.submit(preempt)
+
+    def begin(self, metadata: FerryMetadata) -> None:
+        """The step begins: submit its commands, before the forward pass."""
+        for sender in metadata.senders:
+            self._producer.start(sender)
+        now = self._clock()
+        for command in metadata.commands:
+            self._command(command, now)
+
+    def save(self, metadata: FerryMetadata, *, succeeded: bool) -> None:
+        """The forward pass has been launched, or has raised: then what it computed does not exist."""
+        advances = metadata.advances
+        if not advances:
+            return
+        self._producer.publish(advance.transfer for advance in advances)
+        if not succeeded:
+            return
+        if self._damage is not None:
+            self._apply_damage(advances)
+        ready = None if self._record is None else self._record()
+        for advance in advances:
+            if not self._producer.is_refused(advance.transfer):
+                self._agent.submit(self._in_kernel_blocks(advance), ready)
+
+    def collect(self, finished: Iterable[RequestId]) -> Reported:
+        """Take what has come: the reports of this step. `finished`: requests that the engine has ended."""
+        out, self._out = self._out, Reported()
+        now = self._clock()
+        finished = list(finished)
+        self._producer.finish(finished)
+        self._consumer.withdraw(finished)
+        candidates = [transfer for name in finished if (transfer := self._producer.transfer_of(name))]
+        refused, self._refused = self._refused, []
+        for result in (*refused, *self._agent.results()):
+            self._result(result, now, out, candidates)
+        out.finished.sending.update(self._producer.take_released(candidates))
+        self._out = Reported(bad_blocks=out.bad_blocks, events=out.events)
+        return out
+
+    def take_bad_blocks(self) -> set[BlockId]:
+        """Blocks whose load has failed, of the same step as `collect`."""
+        bad, self._out.bad_blocks = self._out.bad_blocks, set()
+        return bad
+
+    def take_report(self) -> WorkerReport | None:
+        """The events of the same step as `collect`."""
+        events, self._out.events = self._out.events, []
+        return WorkerReport(events) if events else None
+
+    def take_stats(self) -> FerryStats | None:
+        """What the agent has moved since the last call."""
+        snapshot = self._agent.snapshot()
+        taken = FerryStats()
+        for key, name in (("bytes_posted", stats.BYTES), ("bytes_posted_early", stats.BYTES_EARLY)):
+            total = int(snapshot.get(key, 0))
+            if total > self._totals.get(key, 0):
+                taken.count(name, total - self._totals.get(key, 0), labels=("push",))
+                self._totals[key] = total
+        return None if taken.is_empty() else taken
+
+    def close(self, timeout_seconds: float) -> None:
+        """Stop the agent. Idempotent."""
+        self._agent.close(timeout_seconds)
+
+    def _command(self, command: Command, now: float) -> None:
+        if isinstance(command, Expect):
+            if not self._agent.submit(command):
+                self._producer.refuse(command.transfer)
+        elif isinstance(command, Finish | Abandon):
+            if isinstance(command, Finish):
+                self._producer.prefill_ended(command.transfer, now)
+            if self._producer.is_refused(command.transfer):
+                self._refused.append(Released(command.transfer, reasons.TABLE_FULL))
+            else:
+                self._agent.submit(command)
+        elif isinstance(command, Receive):
+            self._receive(command, now)
+        else:
+            if isinstance(command, Withdraw):
+                self._consumer.withdraw([RequestId(command.consumer)])
+            # A refused announcement costs a reminder; the registration is what counts.
+            self._agent.submit(command)
+
+    def _receive(self, command: Receive, now: float) -> None:
+        self._consumer.open(command, now)
+        if not self._agent.submit(
+            msgspec.structs.replace(command, groups=self._kernel_groups(command.groups))
+        ):
+            self._refused.append(
+                ReceiveFailed(
+                    command.transfer,
+                    command.consumer,
+                    reasons.TABLE_FULL,
+                    valid_until=command.start,
+                    fenced=True,
+                )
+            )
+
+    def _result(self, result: Result, now: float, out: Reported, candidates: list[TransferId]) -> None:
+        if isinstance(result, Received):
+            self._consumer.received(result, now, out)
+        elif isinstance(result, Released):
+            ended = self._producer.release(result, now)
+            if ended is not None:
+                out.events.append(ended)
+                candidates.append(result.transfer)
+        elif isinstance(result, ReceiveFailed):
+            self._consumer.failed(result, out)
+        elif isinstance(result, BlocksSafe):
+            self._consumer.safe(result, out)
+        elif isinstance(result, Drained) and result.ticket in self._undrained:
+            self._undrained.discard(result.ticket)
+            out.events.append(PreemptAnswer(self._rank, result.ticket, drained=True))
+
+    def _kernel_groups(self, groups: Groups) -> Groups:
+        return tuple(kernel_spans(spans, self._ratio) for spans in groups)
+
+    def _in_kernel_blocks(self, advance: Advance) -> Advance:
+        if self._ratio == 1:
+            return advance
+        return Advance(
+            advance.transfer,
+            advance.frontier,
+            advance.first_block * self._ratio,
+            self._kernel_groups(advance.blocks),
+        )
+
+    def _apply_damage(self, advances: Iterable[Advance]) -> None:
+        if self._damage is None:
+            return
+        index, damage = self._damage
+        for advance in advances:
+            blocks = from_spans(advance.blocks[0])
+            if advance.first_block <= index < advance.first_block + len(blocks):
+                damage(int(blocks[index - advance.first_block]))

@@ -1,0 +1,143 @@
+"""Worker side, decode requests: which destinations are open on a rank, and how their end is reported.
+
+The engine hears of each destination once, through `finished_recving`. How depends on whether the
+destination is behind the fence. Behind it, a failure names the blocks from the first bad one on, and the
+engine recomputes them in place. If a silent producer may still write, the blocks go into quarantine and the
+engine throws the whole prefix away, to start over in others; where it cannot do that, or nobody waits for
+the request any more, the report itself waits for the fence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvferry.connector.compat import Finished
+from kvferry.connector.metadata import Ended, Event, Quarantined, RankIndex, RequestId, Safe
+from kvferry.ids import BlockId, ConsumerId, TransferId
+from kvferry.layout.spans import from_spans
+from kvferry.protocol import reasons
+from kvferry.protocol.commands import BlocksSafe, Receive, Received, ReceiveFailed
+
+_Key = tuple[TransferId, ConsumerId]
+
+
+@dataclass(slots=True)
+class _Destination:
+    """An open destination. `failed_at` is where its good prefix ends, once it has failed."""
+
+    receive: Receive
+    opened_at_seconds: float
+    withdrawn: bool = False
+    failed_at: int | None = None
+    quarantined: bool = False
+
+    @property
+    def request(self) -> RequestId:
+        return RequestId(self.receive.consumer)
+
+
+@dataclass(slots=True)
+class Reported:
+    """What a step's results come to."""
+
+    finished: Finished = field(default_factory=lambda: Finished(set(), set(), set()))
+    bad_blocks: set[BlockId] = field(default_factory=set)
+    events: list[Event] = field(default_factory=list)
+
+
+class WorkerConsumer:
+    """The destinations of one rank."""
+
+    def __init__(self, rank: RankIndex, block_tokens: int, *, can_start_over: bool) -> None:
+        self._rank = rank
+        self._block_tokens = block_tokens
+        self._can_start_over = can_start_over
+        self._destinations: dict[_Key, _Destination] = {}
+        self._keys: dict[RequestId, _Key] = {}
+
+    def __len__(self) -> int:
+        return len(self._destinations)
+
+    def open(self, receive: Receive, now: float) -> None:
+        """A destination's blocks are allocated."""
+        key = receive.transfer, receive.consumer
+        destination = _Destination(receive, now)
+        self._destinations[key] = destination
+        self._keys[destination.request] = key
+
+    def withdraw(self, requests: Iterable[RequestId]) -> None:
+        """Nobody waits for these any more; most are not ours."""
+        for request in requests:
+            key = self._keys.get(request)
+            if key is not None:
+                self._destinations[key].withdrawn = True
+
+    def received(self, result: Received, now: float, out: Reported) -> None:
+        """Every byte is in place."""
+        destination = self._close(result.transfer, result.consumer)
+        if destination is None:
+            return
+        out.finished.receiving.add(destination.request)
+        out.events.append(
+            Ended(
+                rank=self._rank,
+                request=destination.request,
+                reason=reasons.WRITTEN,
+                bytes=result.bytes,
+                write_seconds=now - destination.opened_at_seconds,
+            )
+        )
+
+    def failed(self, result: ReceiveFailed, out: Reported) -> None:
+        """The rest will not come."""
+        destination = self._destinations.get((result.transfer, result.consumer))
+        if destination is None or destination.failed_at is not None:
+            return
+        destination.failed_at = result.valid_until
+        out.events.append(
+            Ended(
+                rank=self._rank,
+                request=destination.request,
+                reason=result.reason,
+                failed=True,
+                cancelled=result.cancelled or destination.withdrawn,
+            )
+        )
+        if result.fenced:
+            self._end(destination, out)
+        elif self._can_start_over and not destination.withdrawn:
+            destination.quarantined = True
+            out.events.append(Quarantined(self._rank, destination.request))
+            out.finished.failed.add(destination.request)
+            out.finished.receiving.add(destination.request)
+
+    def safe(self, result: BlocksSafe, out: Reported) -> None:
+        """An unfenced failure has come behind the fence."""
+        destination = self._destinations.get((result.transfer, result.consumer))
+        if destination is None or destination.failed_at is None:
+            return
+        if destination.quarantined:
+            self._close(result.transfer, result.consumer)
+            out.events.append(Safe(self._rank, destination.request))
+        else:
+            self._end(destination, out)
+
+    def _end(self, destination: _Destination, out: Reported) -> None:
+        self._close(destination.receive.transfer, destination.receive.consumer)
+        out.finished.receiving.add(destination.request)
+        if not destination.withdrawn:
+            out.bad_blocks.update(self._bad_blocks(destination))
+
+    def _bad_blocks(self, destination: _Destination) -> list[BlockId]:
+        receive = destination.receive
+        # At least the last token is bad, or it would not have failed; a block that is good in part is bad.
+        valid_until = min(max(destination.failed_at or 0, receive.start), receive.stop - 1)
+        first = valid_until // self._block_tokens - receive.start // self._block_tokens
+        return [int(block) for block in from_spans(receive.groups[0])[first:]]
+
+    def _close(self, transfer: TransferId, consumer: ConsumerId) -> _Destination | None:
+        destination = self._destinations.pop((transfer, consumer), None)
+        if destination is not None:
+            self._keys.pop(destination.request, None)
+        return destination
