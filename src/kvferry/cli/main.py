@@ -1,0 +1,75 @@
+"""The `kvferry` command: finds the module of a command, and turns errors into advice and exit codes.
+
+Exit codes: 0 done, 1 the command ran and failed, 2 wrong use, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+import kvferry
+from kvferry.errors import KvferryError, UsageError
+
+PURPOSE = "Carry a request's KV cache from the vLLM engine that prefilled it to the one that decodes it."
+
+# Name -> module and summary. Each module offers `add_arguments(parser)` and `run(namespace) -> int`; only the
+# one that is called is imported, so that help and errors come at once.
+COMMANDS = {
+    "up": ("kvferry.cli.up", "start prefill and decode engines and the router on this machine"),
+    "router": ("kvferry.cli.router", "serve one OpenAI-compatible endpoint over prefill and decode engines"),
+    "demo": (
+        "kvferry.cli.demo",
+        "compare a prefill and a decode engine with one engine alone, token for token",
+    ),
+    "tiny-model": ("kvferry.cli.tiny_model", "write a small random model for tests and demos"),
+    "version": ("kvferry.cli.version", "print the versions of kvferry, vLLM, NIXL and torch"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line (the process's own by default) and return its exit code."""
+    try:
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+    except UsageError as error:
+        print(f"kvferry: {error}", file=sys.stderr)
+        return 2
+    except KvferryError as error:
+        print(f"kvferry: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(arguments: list[str]) -> int:
+    chosen = _top_parser().parse_args(arguments[:1])
+    path, summary = COMMANDS[chosen.command]
+    module = importlib.import_module(path)
+    parser = argparse.ArgumentParser(
+        prog=f"kvferry {chosen.command}",
+        description=module.__doc__ or summary,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    return int(module.run(parser.parse_args(arguments[1:])))
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    listed = "\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="kvferry",
+        usage="kvferry COMMAND [options]",
+        description=f"{PURPOSE}\n\ncommands:\n{listed}",
+        epilog="`kvferry COMMAND --help` shows a command's options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"kvferry {kvferry.__version__}")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the commands above")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

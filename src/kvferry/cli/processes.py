@@ -1,0 +1,153 @@
+"""One server process: started with a log file, watched without spinning, stopped with all its children.
+
+A server runs under a guard (`kvferry.cli.guard`) in a session of its own: a Ctrl-C in the terminal reaches
+only us, so the order of stopping is ours, and the guard ends the server should we die in whatever way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TAIL_BYTES_MAX = 64 * 1024
+HEALTH_SECONDS_MAX = 2.0
+STOP_SECONDS_MAX = 15.0
+_SIGNALS = frozenset(int(number) for number in signal.Signals)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSpec:
+    """What to start. `environment` is laid over our own; `host` and `port` are where it will listen."""
+
+    name: str
+    command: tuple[str, ...]
+    host: str
+    port: int
+    log: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    health_path: str = "/health"
+
+    @property
+    def url(self) -> str:
+        """Where the server answers, without a trailing slash."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+
+class ServerProcess:
+    """A started server. Call `kill` at last, even when it has ended by itself: its children may be left."""
+
+    def __init__(self, spec: ServerSpec) -> None:
+        """Start it.
+
+        Raises:
+            OSError: the program or the log file cannot be opened.
+        """
+        self.spec = spec
+        self.ready = False
+        spec.log.parent.mkdir(parents=True, exist_ok=True)
+        with spec.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "kvferry.cli.guard", str(STOP_SECONDS_MAX), *spec.command],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | dict(spec.environment),
+                start_new_session=True,
+            )
+        self._exit_file = os.pidfd_open(self.pid)
+
+    @property
+    def pid(self) -> int:
+        """Id of the guard, which is also that of the process group of the server and its children."""
+        return self._process.pid
+
+    def fileno(self) -> int:
+        """Becomes readable when the process ends."""
+        return self._exit_file
+
+    @property
+    def exited(self) -> bool:
+        """Whether it has ended; it is not reaped, so that its group's id stays its own until `kill`."""
+        if self._process.returncode is not None:
+            return True
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    @property
+    def exit_text(self) -> str:
+        """How it ended, in words; call it only once `exited`."""
+        if self._process.returncode is not None:
+            code = self._process.returncode
+        else:
+            status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+            assert status is not None
+            code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+        # The guard shows the server's signal as a shell does.
+        number = code - 128 if code > 128 else -code
+        return f"signal {signal.Signals(number).name}" if number in _SIGNALS else f"exit code {code}"
+
+    def check_ready(self) -> bool:
+        """Ask its health endpoint once; remembers a yes."""
+        if not self.ready:
+            self.ready = _answers_ok(self.spec)
+        return self.ready
+
+    def log_tail(self, lines: int = 20) -> str:
+        """The last lines of its log."""
+        try:
+            with self.spec.log.open("rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                log.seek(max(0, size - TAIL_BYTES_MAX))
+                text = log.read().decode("utf-8", errors="replace")
+        except OSError as error:
+            return f"(no log: {error})"
+        return "\n".join(text.splitlines()[-lines:])
+
+    def request_stop(self) -> None:
+        """Ask for an orderly end: SIGTERM to the server, SIGKILL to its group after `STOP_SECONDS_MAX`."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def kill(self) -> None:
+        """SIGKILL the server with all its children, now, and reap it. Can be called again."""
+        if self._process.returncode is not None:
+            return
+        # It is not reaped yet, so the id cannot be another's; at worst the group is empty.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+        self.request_stop()
+        if self._exit_file >= 0:
+            os.close(self._exit_file)
+            self._exit_file = -1
+
+
+def wait_for_exit(processes: Sequence[ServerProcess], seconds: float | None) -> list[ServerProcess]:
+    """Sleep until one of the processes ends or the time is over; those that have ended."""
+    poller = select.poll()
+    for process in processes:
+        # An id cannot be waited on after `kill` has reaped it; its end is then known anyway.
+        if not process.exited:
+            poller.register(process, select.POLLIN)
+    if all(not process.exited for process in processes):
+        poller.poll(None if seconds is None else max(seconds, 0) * 1000)
+    return [process for process in processes if process.exited]
+
+
+def _answers_ok(spec: ServerSpec) -> bool:
+    connection = http.client.HTTPConnection(spec.host, spec.port, timeout=HEALTH_SECONDS_MAX)
+    try:
+        connection.request("GET", spec.health_path)
+        return connection.getresponse().status == http.HTTPStatus.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
