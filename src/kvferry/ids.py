@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NewType
 
 EngineId = NewType("EngineId", str)
-"""One vLLM instance: `kv_transfer_config.engine_id`, with vLLM's `_dp<rank>` suffix under data parallelism."""
+"""One vLLM instance: `kv_transfer_config.engine_id`, with vLLM's `_dp<rank>` under data parallelism."""
 
 Incarnation = NewType("Incarnation", str)
 """Random, made at engine start. The same engine id with another incarnation is another peer."""

@@ -12,7 +12,7 @@ from collections import OrderedDict
 
 import msgspec
 
-from kvferry.errors import PeerError
+from kvferry.errors import PeerError, UsageError
 from kvferry.ids import PeerName
 from kvferry.protocol.messages import AnyMessage
 
@@ -23,6 +23,8 @@ _PART = struct.Struct(">III")
 _WHOLE, _PARTIAL = 0, 1
 PARTIAL_MESSAGES_MAX = 64
 """Unfinished multi-part messages kept over all peers; the oldest is given up beyond it."""
+PARTS_MAX = 1 << 16
+"""Parts of one message; more is malformed."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
@@ -33,6 +35,8 @@ class Encoder:
 
     def __init__(self, payload_bytes_max: int) -> None:
         self._part_bytes = payload_bytes_max - _HEADER.size - _PART.size
+        if self._part_bytes < 1:
+            raise UsageError(f"payloads of at most {payload_bytes_max} bytes have no room for a message")
         self._payload_bytes_max = payload_bytes_max
         self._number = 0
 
@@ -93,12 +97,12 @@ class Decoder:
             raise PeerError("part without a body")
         number, index, count = _PART.unpack_from(payload, _HEADER.size)
         piece = payload[_HEADER.size + _PART.size :]
-        if index >= count or count * len(piece) > 2 * self._message_bytes_max:
+        if index >= count or count > PARTS_MAX:
             raise PeerError(f"part {index} of {count} is out of range")
         key = (peer, number)
         pieces = self._partial.setdefault(key, {})
         pieces[index] = piece
-        if sum(map(len, pieces.values())) > self._message_bytes_max or len(pieces) > count:
+        if sum(map(len, pieces.values())) > self._message_bytes_max:
             del self._partial[key]
             raise PeerError(f"message over {self._message_bytes_max} bytes")
         if len(pieces) < count:
@@ -106,4 +110,6 @@ class Decoder:
                 self._partial.popitem(last=False)
             return None
         del self._partial[key]
-        return b"".join(pieces[at] for at in range(count)) if max(pieces) == count - 1 else None
+        if len(pieces) > count or max(pieces) >= count:
+            raise PeerError(f"parts of message {number} disagree on their count")
+        return b"".join(pieces[at] for at in range(count))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvferry.protocol import fences
 from kvferry.protocol.commands import AnnounceCommand, Receive, ReceiveFailed, Source, Withdraw
 from kvferry.protocol.outputs import Link, Resolve
-from kvferry.protocol.reasons import HANDSHAKE, TABLE_FULL, coded
+from kvferry.protocol.reasons import CANCELLED, HANDSHAKE, TABLE_FULL, coded
 from kvferry.protocol.receptions import SOURCES_MAX, ConsumerState, Reception, SourceLinks
 from kvferry.protocol.states import RECEPTION, ReceptionEvent, ReceptionState
 
@@ -53,18 +53,23 @@ def withdraw(state: ConsumerState, command: Withdraw, now: float) -> None:
     """The request needs nothing (any more). The producer is told even when it never heard of us."""
     key = (command.transfer, command.consumer)
     row = state.rows.get(key)
+    if row is not None and row.state is ReceptionState.WAITING and row.parts is None:
+        # Nobody was told of its blocks: it ends at once, and what follows is only for its producer to know.
+        row.withdrawn = True
+        fences.fail(state, row, command.reason or CANCELLED, now)
+        row = None
     if row is None:
         if len(state.rows) >= state.limits.transfers_max:
             state.count("withdraw_dropped")
             return
         row = state.rows[key] = Reception(command.transfer, command.consumer, command.source)
-        row.withdrawn, row.reason = True, command.reason
+        row.withdrawn, row.reason = True, command.reason or CANCELLED
         _connect(state, row, now)
         return
     row.withdrawn = True
-    row.reason = row.reason or command.reason
+    row.reason = row.reason or command.reason or CANCELLED
     if row.state is ReceptionState.WAITING:
-        fences.fail(state, row, command.reason, now)
+        fences.fail(state, row, row.reason, now)
     elif row.state is not ReceptionState.ANNOUNCED:
         return
     elif row.parts is not None:
@@ -79,10 +84,10 @@ def _connect(state: ConsumerState, row: Reception, now: float) -> None:
     if links is None:
         links = state.sources[row.source] = SourceLinks(row.source)
         state.outputs.append(Resolve(row.source))
-        _trim(state)
     state.sources.move_to_end(row.source)
     if links.links is None:
         links.waiting.add(row.key)
+        _trim(state)
     else:
         fences.join(state, row, links.links, now)
 
@@ -105,6 +110,9 @@ def resolved(state: ConsumerState, source: Source, links: tuple[Link, ...], now:
     """The source's ranks are linked."""
     known = state.sources.get(source)
     if known is None:
+        return
+    if not links:
+        unresolved(state, source, "none of its ranks holds any of our KV", now)
         return
     known.links = links
     waiting, known.waiting = known.waiting, set()

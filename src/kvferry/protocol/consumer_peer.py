@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import math
+
 from kvferry.ids import ConsumerId, PeerName, TransferId
 from kvferry.protocol import fences
 from kvferry.protocol.messages import Cancel, Cancelled, Failed, Landed, Renew, Status, Written
 from kvferry.protocol.outputs import Send
-from kvferry.protocol.reasons import MALFORMED, PEER_LOST, PEER_SILENT, UNKNOWN, because, coded
+from kvferry.protocol.reasons import (
+    DETAIL_CHARACTERS_MAX,
+    MALFORMED,
+    OTHER,
+    PEER_LOST,
+    PEER_SILENT,
+    UNKNOWN,
+    because,
+    coded,
+)
 from kvferry.protocol.receptions import ConsumerState, Part, Reception
 from kvferry.protocol.states import PART, PartEvent, PartState, ReceptionState
+
+_UNENDED = frozenset({ReceptionState.ANNOUNCED, ReceptionState.WAITING})
 
 
 def heard(state: ConsumerState, name: PeerName, now: float) -> None:
@@ -41,6 +54,7 @@ def written(state: ConsumerState, name: PeerName, message: Written, now: float) 
         part.state = PART.next(part.state, PartEvent.FAILED)
         text = f"wrote [{message.start}, {message.stop}), registered [{row.start}, {row.stop})"
         _fail(state, row, because(MALFORMED, text), now)
+        fences.check(state, row, now)
         return
     part.state = PART.next(part.state, PartEvent.WRITTEN)
     fences.check(state, row, now)
@@ -52,11 +66,11 @@ def failed(state: ConsumerState, name: PeerName, message: Failed, now: float) ->
     if found is None:
         return
     row, part = found
-    if not part.ended:
+    if part.state is PartState.TOLD:
         part.valid_until = message.valid_until
     part.state = PART.next(part.state, PartEvent.FAILED)
     if part.state is PartState.FAILED:
-        _fail(state, row, message.reason, now)
+        _fail(state, row, message.reason[:DETAIL_CHARACTERS_MAX] or OTHER, now)
     fences.check(state, row, now)
 
 
@@ -67,7 +81,7 @@ def cancelled(state: ConsumerState, name: PeerName, message: Cancelled, now: flo
         return
     row, part = found
     part.state = PART.next(part.state, PartEvent.CANCELLED)
-    if row.state is ReceptionState.WAITING and part.state is PartState.CANCELLED:
+    if row.state in _UNENDED and part.state is PartState.CANCELLED:
         _fail(state, row, because(MALFORMED, "cancelled without being asked"), now)
     fences.check(state, row, now)
 
@@ -76,13 +90,16 @@ def status(state: ConsumerState, name: PeerName, message: Status, now: float) ->
     """How each transfer stands. `unknown` is normal for a while: the prefill leg may be on its way."""
     for entry in message.transfers:
         row = state.rows.get((entry.transfer, entry.consumer))
-        if row is None or row.state is not ReceptionState.WAITING or entry.state != "unknown":
+        part = None if row is None else (row.parts or {}).get(name)
+        if row is None or part is None or part.ended:
             continue
-        if now - row.waiting_since >= state.limits.unknown_seconds:
+        if row.state is not ReceptionState.WAITING or entry.state != "unknown":
+            continue
+        if now >= row.waiting_since + state.limits.unknown_seconds:
             fences.fail(state, row, UNKNOWN, now)
         else:
-            # Its prefill leg may be on its way, or our registration was lost; saying it again does no harm.
-            fences.tell(state, row, now)
+            # Its prefill leg may be on its way, or our registration was lost.
+            fences.tell_part(state, row, part, now)
 
 
 def peer_lost(state: ConsumerState, name: PeerName, reason: str, now: float) -> None:
@@ -112,7 +129,7 @@ def disconnected(state: ConsumerState, name: PeerName, reason: str, now: float) 
     peer = state.peers.get(name)
     if peer is None:
         return
-    peer.last_heard = now - state.limits.silence_seconds
+    peer.last_heard = -math.inf
     _give_up(state, name, coded(PEER_SILENT, reason), now)
 
 
@@ -164,7 +181,7 @@ def renew(state: ConsumerState, name: PeerName, now: float) -> None:
         part = (row.parts or {}).get(name)
         if part is None or part.ended:
             continue
-        if row.state in (ReceptionState.ANNOUNCED, ReceptionState.WAITING):
+        if row.state in _UNENDED:
             wanted.append(key)
             part.granted_at = now
         else:

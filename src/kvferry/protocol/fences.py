@@ -40,28 +40,32 @@ def withdraw(state: ConsumerState, row: Reception) -> None:
 
 def tell(state: ConsumerState, row: Reception, now: float) -> None:
     """Send the registration to every producer rank."""
-    for peer, part in (row.parts or {}).items():
-        if part.ended:
-            continue
-        part.state = PART.next(part.state, PartEvent.TELL)
-        part.granted_at = now
-        register = Register(
-            transfer=row.transfer,
-            consumer=row.consumer,
-            start=row.start,
-            stop=row.stop,
-            groups=row.groups,
-            write_seconds=state.limits.write_seconds,
-            sharers=part.link.sharers,
-        )
-        state.outputs.append(Send(peer, register))
+    for part in row.open_parts():
+        tell_part(state, row, part, now)
+
+
+def tell_part(state: ConsumerState, row: Reception, part: Part, now: float) -> None:
+    """Send the registration to one producer rank, again if need be: repeating it does no harm."""
+    part.state = PART.next(part.state, PartEvent.TELL)
+    part.granted_at = now
+    register = Register(
+        transfer=row.transfer,
+        consumer=row.consumer,
+        start=row.start,
+        stop=row.stop,
+        groups=row.groups,
+        write_seconds=state.limits.write_seconds,
+        sharers=part.link.sharers,
+    )
+    state.outputs.append(Send(part.link.peer, register))
 
 
 def fail(state: ConsumerState, row: Reception, reason: str, now: float) -> None:
     """A reception that waits will not be completed: ask every producer rank for its fence."""
     row.reason = row.reason or reason
+    before = row.state
     row.state = RECEPTION.next(row.state, ReceptionEvent.FAIL)
-    if row.state is not ReceptionState.FAILING:
+    if before is not ReceptionState.WAITING:
         return
     _cancel_parts(state, row)
     granted = [part.granted_at for part in row.open_parts()]
@@ -174,7 +178,7 @@ def _watch(state: ConsumerState, name: PeerName, row: Reception, now: float) -> 
 def is_silent(state: ConsumerState, name: PeerName, now: float) -> bool:
     """Whether a peer that receptions wait for has said nothing for too long."""
     peer = state.peers.get(name)
-    return peer is not None and now - peer.last_heard >= state.limits.silence_seconds
+    return peer is not None and now >= peer.last_heard + state.limits.silence_seconds
 
 
 def lapse(state: ConsumerState, row: Reception, now: float) -> None:

@@ -49,7 +49,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:
                 raise UsageError(f"{name} must be greater than 0, not {getattr(self, name)!r}")
         if self.renew_seconds * 2 > self.write_seconds:
             raise UsageError(

@@ -65,7 +65,9 @@ class ProducerCore:
     def handle_link(self, peer: PeerName, facts: PeerFacts) -> None:
         """A consumer rank can be written to."""
         if peer not in self.state.lanes:
-            self.state.lanes[peer] = Lane(facts)
+            # What was in flight when the peer was lost may not have been reported yet.
+            in_flight = sum(1 for _, key in self.state.slices.values() if key[0] == peer)
+            self.state.lanes[peer] = Lane(facts, in_flight=in_flight)
 
     def handle_peer_lost(self, peer: PeerName, reason: str, now: float) -> None:
         """The connection to a peer is gone. Slices in flight to it are still reported, each once."""
@@ -88,9 +90,12 @@ class ProducerCore:
             if kind == "tombstone":
                 state.tombstones.pop(transfer, None)
                 continue
-            row = state.rows[transfer]
+            row = state.rows.get(transfer)
+            if row is None:
+                # Ended by another deadline that was due at the same time.
+                continue
             if kind == "retry":
-                pump.wake_source(state, row)
+                pump.retry(state, row, now)
                 continue
             row.expired = True
             settle.fail_open(state, row, LEASE_EXPIRED if kind == "lease" else UNKNOWN)
@@ -151,6 +156,10 @@ class ProducerCore:
         for transfer, row in state.rows.items():
             assert row.transfer == transfer
             assert row.state is not SourceState.ENDED
+            if row.state is SourceState.UNKNOWN:
+                assert ("unknown", transfer) in state.timers, "nobody is waited for without an end"
+            if row.state is SourceState.HELD and not row.expired:
+                assert ("lease", transfer) in state.timers, "a lease has an end"
             for key, delivery in row.deliveries.items():
                 assert delivery.key == key
                 assert not (delivery.ended and delivery.in_flight), "an ended delivery is silent"
@@ -168,3 +177,4 @@ class ProducerCore:
             assert lane.in_flight <= state.limits.in_flight_per_peer
         for waiting in state.tickets.values():
             assert waiting, "an empty ticket is answered at once"
+            assert waiting <= state.slices.keys(), "a ticket waits only for what is in flight"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from array import array
 
+from kvferry.ids import TransferId
 from kvferry.protocol import pump, settle
 from kvferry.protocol.commands import Abandon, Advance, Drained, Expect, Finish, Preempt, Released
-from kvferry.protocol.reasons import INCOMPLETE, TABLE_FULL, TOO_SHORT, because
+from kvferry.protocol.reasons import ABANDONED, INCOMPLETE, TABLE_FULL, TOO_SHORT, because
 from kvferry.protocol.sources import Delivery, ProducerState, SourceRow, expanded
 from kvferry.protocol.states import SOURCE, DeliveryEvent, DeliveryState, SourceEvent, SourceState
 
@@ -18,14 +19,14 @@ def expect(state: ProducerState, command: Expect, now: float) -> None:
         # The connector refuses a second request under an active id; the first one keeps its transfer.
         state.count("expected_twice")
         return
+    state.tombstones.pop(command.transfer, None)
+    state.timers.cancel(("tombstone", command.transfer))
     if row is None:
         if len(state.rows) >= state.limits.transfers_max:
             state.count("table_full")
             return
         row = SourceRow(command.transfer)
         state.rows[command.transfer] = row
-    state.tombstones.pop(command.transfer, None)
-    state.timers.cancel(("tombstone", command.transfer))
     state.timers.cancel(("unknown", command.transfer))
     row.state = SOURCE.next(row.state, SourceEvent.EXPECT)
     row.tokens, row.consumers = command.tokens, command.consumers
@@ -44,7 +45,7 @@ def check_length(state: ProducerState, row: SourceRow, delivery: Delivery) -> No
 
 def advance(state: ProducerState, command: Advance, now: float) -> None:
     """More KV is computed, or a preempted request starts again in other blocks."""
-    row = state.rows.get(command.transfer)
+    row = _admitted(state, command.transfer)
     if row is None:
         state.count("late_command")
         return
@@ -65,9 +66,9 @@ def advance(state: ProducerState, command: Advance, now: float) -> None:
 
 def finish(state: ProducerState, command: Finish, now: float) -> None:
     """Prefill ended; from now on the lease decides how long the blocks are kept."""
-    row = state.rows.get(command.transfer)
-    if row is None or row.host_done or row.state is SourceState.UNKNOWN:
-        _release_unknown(state, command)
+    row = _admitted(state, command.transfer)
+    if row is None or row.host_done:
+        _end_again(state, command.transfer, now)
         return
     row.host_done = True
     if row.paused or row.frontier < row.tokens:
@@ -83,12 +84,12 @@ def finish(state: ProducerState, command: Finish, now: float) -> None:
 
 def abandon(state: ProducerState, command: Abandon, now: float) -> None:
     """The request ended without its KV."""
-    row = state.rows.get(command.transfer)
-    if row is None or row.host_done or row.state is SourceState.UNKNOWN:
-        _release_unknown(state, command)
+    row = _admitted(state, command.transfer)
+    if row is None or row.host_done:
+        _end_again(state, command.transfer, now)
         return
     row.host_done = True
-    _give_up(state, row, command.reason, now)
+    _give_up(state, row, command.reason or ABANDONED, now)
 
 
 def _give_up(state: ProducerState, row: SourceRow, reason: str, now: float) -> None:
@@ -98,26 +99,39 @@ def _give_up(state: ProducerState, row: SourceRow, reason: str, now: float) -> N
     settle.settle(state, row, now)
 
 
-def _release_unknown(state: ProducerState, command: Finish | Abandon) -> None:
-    row = state.rows.get(command.transfer)
-    if row is not None and row.state is not SourceState.UNKNOWN:
+def _admitted(state: ProducerState, transfer: TransferId) -> SourceRow | None:
+    """The row that the host's `Expect` was accepted for, not one that only peers speak of."""
+    row = state.rows.get(transfer)
+    return None if row is None or row.state is SourceState.UNKNOWN else row
+
+
+def _end_again(state: ProducerState, transfer: TransferId, now: float) -> None:
+    tombstone = state.tombstones.get(transfer)
+    if _admitted(state, transfer) is not None or (tombstone is not None and tombstone.released):
         state.count("finished_twice")
         return
     # Its `Expect` found the table full: nothing was offered to anyone, so nothing reads the blocks.
-    state.results.append(Released(command.transfer, TABLE_FULL))
+    state.results.append(Released(transfer, TABLE_FULL))
+    row = state.rows.get(transfer)
+    if row is not None:
+        row.expired = True
+        settle.fail_open(state, row, TABLE_FULL)
+        settle.settle(state, row, now)
 
 
 def preempt(state: ProducerState, command: Preempt, now: float) -> None:
     """The blocks go back to the engine: post nothing more from them and say when nothing reads them."""
-    waiting = set()
-    for transfer in command.transfers:
-        row = state.rows.get(transfer)
-        if row is None:
-            continue
+    rows = [row for transfer in command.transfers if (row := _admitted(state, transfer)) is not None]
+    waiting: set[int] = set()
+    for row in rows:
         row.paused = True
-        if row.in_flight:
-            waiting.add(transfer)
+        for delivery in row.deliveries.values():
+            waiting.update(delivery.in_flight)
     if waiting:
         state.tickets[command.ticket] = waiting
     else:
         state.results.append(Drained(command.ticket))
+    for row in rows:
+        if row.state is SourceState.HELD:
+            # Nobody computes it again, so it cannot be completed.
+            _give_up(state, row, because(INCOMPLETE, "its blocks were taken back"), now)

@@ -19,7 +19,7 @@ from kvferry.protocol.messages import (
 )
 from kvferry.protocol.outputs import Send
 from kvferry.protocol.producer_host import check_length
-from kvferry.protocol.reasons import CANCELLED, MALFORMED, PEER_LOST, TABLE_FULL, because
+from kvferry.protocol.reasons import CANCELLED, MALFORMED, PEER_LOST, TABLE_FULL, because, coded
 from kvferry.protocol.sources import (
     Delivery,
     Lane,
@@ -30,6 +30,8 @@ from kvferry.protocol.sources import (
     expanded,
 )
 from kvferry.protocol.states import DELIVERY, DeliveryEvent, DeliveryState, SourceState
+
+BLOCK_ID_MAX = (1 << 63) - 1
 
 
 def announce(state: ProducerState, peer: PeerName, message: Announce, now: float) -> None:
@@ -44,10 +46,10 @@ def announce(state: ProducerState, peer: PeerName, message: Announce, now: float
 
 def register(state: ProducerState, peer: PeerName, message: Register, now: float) -> None:
     """A consumer's destination is allocated."""
-    problem = _malformed(state, state.lanes[peer], message)
+    problem = _malformed(state, state.lanes[peer], message) or _conflict(state, peer, message)
     if problem:
         state.count("malformed")
-        _send_failed(state, peer, message, because(MALFORMED, problem))
+        _refuse(state, peer, message, because(MALFORMED, problem), now)
         return
     delivery = _delivery(state, peer, message, now)
     if delivery is None:
@@ -64,6 +66,7 @@ def register(state: ProducerState, peer: PeerName, message: Register, now: float
         delivery.start, delivery.stop = message.start, message.stop
         delivery.next_token = message.start
         delivery.target_blocks = tuple(expanded(spans) for spans in message.groups)
+        delivery.registration = _digest(message)
     row = state.rows[message.transfer]
     if row.state is not SourceState.UNKNOWN:
         check_length(state, row, delivery)
@@ -86,25 +89,34 @@ def renew(state: ProducerState, peer: PeerName, message: Renew, now: float) -> N
         answer = _ended_answer(state, transfer, peer, consumer)
         if answer is not None:
             state.outputs.append(Send(peer, answer))
-        elif delivery is not None:
-            delivery.permission_until = now + message.write_seconds
+        elif row is not None:
             _keep_lease(state, transfer, now)
-            pump.wake(state, delivery)
+        if delivery is None or delivery.state is DeliveryState.ANNOUNCED:
+            # Whoever waits for our writes has to register (again): we have not heard of its blocks.
+            states.append(TransferStatus(transfer, consumer, "unknown", 0))
+            continue
+        delivery.permission_until = now + message.write_seconds
+        pump.wake(state, delivery)
         states.append(_status(state, transfer, consumer))
     state.outputs.append(Send(peer, Status(transfers=tuple(states))))
 
 
 def cancel(state: ProducerState, peer: PeerName, message: Cancel, now: float) -> None:
     """A consumer needs nothing (any more): the fence follows when nothing is in flight to it."""
-    if message.transfer not in state.rows and message.transfer in state.tombstones:
-        state.outputs.append(Send(peer, Cancelled(transfer=message.transfer, consumer=message.consumer)))
+    fence = Cancelled(transfer=message.transfer, consumer=message.consumer)
+    tombstone = state.tombstones.get(message.transfer)
+    if message.transfer not in state.rows and tombstone is not None:
+        if (peer, message.consumer) in tombstone.answers:
+            tombstone.answers[(peer, message.consumer)] = fence
+        state.outputs.append(Send(peer, fence))
         return
     delivery = _delivery(state, peer, message, now)
     if delivery is None:
         return
     delivery.sharers = message.sharers
     if delivery.ended:
-        fence = Cancelled(transfer=message.transfer, consumer=message.consumer)
+        # From now on its blocks may be another request's: never again say that they are written.
+        delivery.answer = fence
         state.outputs.append(Send(peer, fence))
         return
     settle.stop(
@@ -143,7 +155,7 @@ def peer_lost(state: ProducerState, peer: PeerName, reason: str, now: float) -> 
                     delivery,
                     DeliveryEvent.STOP,
                     DeliveryEvent.DRAINED_FAILED,
-                    because(PEER_LOST, reason),
+                    coded(PEER_LOST, reason),
                 )
         if touched:
             settle.settle(state, row, now)
@@ -232,6 +244,33 @@ def _send_failed(
     state.outputs.append(Send(peer, failed))
 
 
+def _refuse(state: ProducerState, peer: PeerName, message: Register, reason: str, now: float) -> None:
+    """Fail a registration; one that already stands under its name drains first, for `Failed` is a fence."""
+    row = state.rows.get(message.transfer)
+    delivery = None if row is None else row.deliveries.get((peer, message.consumer))
+    if row is None or delivery is None or delivery.ended:
+        _send_failed(state, peer, message, reason)
+        return
+    settle.stop(state, delivery, DeliveryEvent.STOP, DeliveryEvent.DRAINED_FAILED, reason)
+    settle.settle(state, row, now)
+
+
+def _digest(message: Register) -> int:
+    return hash((message.start, message.stop, message.groups))
+
+
+def _conflict(state: ProducerState, peer: PeerName, message: Register) -> str:
+    """Whether other blocks were registered under the same name before."""
+    key = (peer, message.consumer)
+    row, tombstone = state.rows.get(message.transfer), state.tombstones.get(message.transfer)
+    known = None
+    if row is not None and key in row.deliveries:
+        known = row.deliveries[key].registration
+    elif row is None and tombstone is not None:
+        known = tombstone.registrations.get(key)
+    return "registered before, with other blocks" if known not in (None, _digest(message)) else ""
+
+
 def _malformed(state: ProducerState, lane: Lane, message: Register) -> str:
     if not 0 <= message.start <= message.stop:
         return f"tokens [{message.start}, {message.stop}) are not a range"
@@ -242,9 +281,11 @@ def _malformed(state: ProducerState, lane: Lane, message: Register) -> str:
     for index, (spans, tokens) in enumerate(zip(message.groups, lane.facts.block_tokens, strict=True)):
         if message.start % tokens:
             return f"start {message.start} is no multiple of the block size {tokens}"
-        if any(first < 0 or count < 1 or count > state.limits.blocks_max for first, count in spans):
+        if any(first < 0 or count < 1 or first + count > BLOCK_ID_MAX for first, count in spans):
             return f"groups[{index}] has a span that is not (first >= 0, count >= 1)"
         first_block, past_block = blocks_covering(message.start, message.stop, tokens)
+        if past_block - first_block > state.limits.blocks_max:
+            return f"{past_block - first_block} blocks, the limit is {state.limits.blocks_max}"
         if sum(count for _, count in spans) != past_block - first_block:
             return f"groups[{index}] does not have the {past_block - first_block} blocks of its tokens"
     return ""

@@ -54,10 +54,11 @@ def _postable(
 ) -> Posted | None:
     if delivery.state is not DeliveryState.REGISTERED or row.paused or row.state not in _POSTING:
         return None
-    if now >= delivery.permission_until or now < delivery.retry_at:
+    if not now < delivery.permission_until or now < delivery.retry_at:
         return None
     grain = math.lcm(*state.block_tokens, *lane.facts.block_tokens)
-    return delivery.next_range(row.frontier, lane.facts.slice_tokens, grain)
+    slice_tokens = max(lane.facts.slice_tokens // grain, 1) * grain
+    return delivery.next_range(row.frontier, slice_tokens, grain)
 
 
 def _post(
@@ -133,12 +134,13 @@ def slice_ended(state: ProducerState, number: int, now: float, failure: str | No
         if posted.stop == delivery.stop:
             _complete(state, delivery)
     elif retry and posted.attempt < state.limits.retries_max:
-        _retry_later(state, delivery, posted, now)
+        _retry_later(state, row, delivery, posted, now)
     else:
         settle.stop(
             state, delivery, DeliveryEvent.STOP, DeliveryEvent.DRAINED_FAILED, coded(POST_FAILED, failure)
         )
     wake(state, delivery)
+    settle.answer_tickets(state, number)
     settle.settle(state, row, now)
 
 
@@ -152,10 +154,27 @@ def _complete(state: ProducerState, delivery: Delivery) -> None:
         state.count("written")
 
 
-def _retry_later(state: ProducerState, delivery: Delivery, posted: Posted, now: float) -> None:
+def _retry_later(
+    state: ProducerState, row: SourceRow, delivery: Delivery, posted: Posted, now: float
+) -> None:
+    if delivery.state is not DeliveryState.REGISTERED:
+        return
     delivery.retries.append(Posted(posted.start, posted.stop, posted.attempt + 1))
     delivery.retry_at = now + state.limits.retry_seconds * 2**posted.attempt
-    state.timers.set(("retry", delivery.transfer), delivery.retry_at)
+    _arm_retry(state, row, now)
+
+
+def _arm_retry(state: ProducerState, row: SourceRow, now: float) -> None:
+    """One timer per transfer, for whichever of its deliveries may try again first."""
+    later = [d.retry_at for d in row.deliveries.values() if d.retries and d.retry_at > now]
+    if later:
+        state.timers.set(("retry", row.transfer), min(later))
+
+
+def retry(state: ProducerState, row: SourceRow, now: float) -> None:
+    """The pause after a failed slice is over, for one delivery at least."""
+    wake_source(state, row)
+    _arm_retry(state, row, now)
 
 
 def slice_overdue(state: ProducerState, number: int) -> None:

@@ -62,10 +62,8 @@ def settle(state: ProducerState, row: SourceRow, now: float) -> None:
             _drained(state, delivery)
         if delivery.ended and delivery.first_post_at is not None:
             _observe(state, row, delivery, now)
-    if row.in_flight == 0:
-        _answer_tickets(state, row)
-        if _may_end(row):
-            _end(state, row, now)
+    if row.in_flight == 0 and _may_end(row):
+        _end(state, row, now)
 
 
 def _drained(state: ProducerState, delivery: Delivery) -> None:
@@ -100,9 +98,10 @@ def _observe(state: ProducerState, row: SourceRow, delivery: Delivery, now: floa
     )
 
 
-def _answer_tickets(state: ProducerState, row: SourceRow) -> None:
+def answer_tickets(state: ProducerState, number: int) -> None:
+    """A slice has ended: preemptions that waited for it and for no other are drained."""
     for ticket, waiting in list(state.tickets.items()):
-        waiting.discard(row.transfer)
+        waiting.discard(number)
         if not waiting:
             del state.tickets[ticket]
             state.results.append(Drained(ticket))
@@ -125,7 +124,8 @@ def _end(state: ProducerState, row: SourceRow, now: float) -> None:
     for kind in ("lease", "unknown", "retry"):
         state.timers.cancel((kind, row.transfer))
     answers = {key: d.answer for key, d in row.deliveries.items() if d.answer is not None}
-    bury(state, row, Tombstone(reason, answers), now)
+    registrations = {key: row.deliveries[key].registration for key in answers}
+    bury(state, row, Tombstone(reason, answers, registrations, row.host_done), now)
 
 
 def bury(state: ProducerState, row: SourceRow, tombstone: Tombstone, now: float) -> None:

@@ -45,6 +45,8 @@ class Delivery:
     start: int = 0
     stop: int = 0
     target_blocks: tuple[BlockArray, ...] = ()
+    registration: int | None = None
+    """Digest of what was registered: the same name with other blocks is no repetition."""
     permission_until: float = 0.0
     next_token: int = 0
     in_flight: dict[int, Posted] = field(default_factory=dict)
@@ -76,16 +78,11 @@ class Delivery:
         `grain` is the block size in tokens in which both sides can be cut. The range that reaches `stop`
         is given out only when every other one has ended, since its notification says that all has.
         """
-        if self.retries:
-            again = self.retries[0]
-            if again.stop == self.stop and (self.in_flight or len(self.retries) > 1):
-                self.retries.rotate(-1)
-                again = self.retries[0]
-            if again.stop == self.stop and (self.in_flight or len(self.retries) > 1):
-                return None
-            return self.retries.popleft()
         limit = self.stop if frontier >= self.stop else frontier - frontier % grain
-        until = min(self.next_token + slice_tokens, limit)
+        if self.retries:
+            return self._next_retry(limit)
+        # Every slice but the last ends on a grain, whatever the first one started on.
+        until = min(self.next_token - self.next_token % grain + slice_tokens, limit)
         if until == self.stop and self.in_flight:
             until = (self.stop - 1) // grain * grain
         if until <= self.next_token:
@@ -93,6 +90,15 @@ class Delivery:
         posted = Posted(self.next_token, until, 0)
         self.next_token = until
         return posted
+
+    def _next_retry(self, limit: int) -> Posted | None:
+        """A failed slice to post again. A request that was preempted meanwhile must have computed it anew."""
+        alone = not self.in_flight and len(self.retries) == 1
+        for again in self.retries:
+            if again.stop <= limit and (again.stop < self.stop or alone):
+                self.retries.remove(again)
+                return again
+        return None
 
 
 @dataclass(slots=True)
@@ -142,6 +148,9 @@ class Tombstone:
 
     outcome: str
     answers: dict[DeliveryKey, AnyMessage]
+    registrations: dict[DeliveryKey, int | None]
+    released: bool
+    """Whether the host has had its `Released`."""
 
 
 @dataclass(slots=True)
@@ -163,7 +172,8 @@ class ProducerState:
     tombstones: OrderedDict[TransferId, Tombstone] = field(default_factory=OrderedDict)
     lanes: dict[PeerName, Lane] = field(default_factory=dict)
     slices: dict[int, tuple[TransferId, DeliveryKey]] = field(default_factory=dict)
-    tickets: dict[int, set[TransferId]] = field(default_factory=dict)
+    tickets: dict[int, set[int]] = field(default_factory=dict)
+    """Preemptions that wait, with the slices that still read the blocks which they took away."""
     timers: Timers[TimerKey] = field(default_factory=Timers)
     slice_timers: Timers[int] = field(default_factory=Timers)
     outputs: deque[Output] = field(default_factory=deque)

@@ -1,0 +1,169 @@
+"""The connector over the real agents: vLLM's schedulers, real bytes, no model and no network."""
+
+from __future__ import annotations
+
+import os
+from random import Random
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+from vllm.v1.engine import FinishReason
+
+from tests.support.ferry_pair import Pair
+from tests.support.vllm_engine import Shape, write_config
+
+PRODUCER = Shape(engine_id="p", role="kv_producer")
+CONSUMER = Shape(engine_id="d", role="kv_consumer")
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory):
+    return write_config(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def pair_of(model_directory):
+    pairs = []
+
+    def make(producer=PRODUCER, consumer=CONSUMER, seed=1):
+        pairs.append(Pair(model_directory, seed=seed, producer=producer, consumer=consumer))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.close()
+
+
+def add(pair, name, prompt, *, first="both", max_tokens=4):
+    """Both legs of one request; `first` says which one alone for now."""
+    transfer = f"transfer-{name}"
+    if first in ("both", "producer"):
+        pair.producer.engine.add(name, prompt, {"do_remote_decode": True, "transfer_id": transfer})
+    if first in ("both", "consumer"):
+        pair.consumer.engine.add(name, prompt, pair.decode_params(transfer), max_tokens=max_tokens)
+
+
+@pytest.mark.parametrize("prompt", [1, 2, 15, 16, 17, 64, 150, 200])
+def test_kv_arrives_whole_and_only_the_last_token_is_computed(pair_of, prompt):
+    pair = pair_of()
+    add(pair, "r", prompt)
+    pair.run_until(lambda: pair.is_clean)
+    assert pair.consumer.engine.finish_reason("r") is FinishReason.LENGTH
+    assert pair.consumer.computed_tokens["r"] == 4
+    # A prompt of one token leaves nothing to transfer: its only token is computed to sample from.
+    done = {("push", "completed", "written"): 1} if prompt > 1 else {("push", "skipped", "prefix_hit"): 1}
+    assert pair.consumer.engine.counters("kvferry_transfers") == done
+
+
+@pytest.mark.parametrize("first", ["producer", "consumer"])
+def test_either_leg_may_be_first(pair_of, first):
+    pair = pair_of()
+    add(pair, "r", 100, first=first)
+    side = pair.producer if first == "producer" else pair.consumer
+    for _ in range(5):
+        side.engine.step()
+    add(pair, "r", 100, first="consumer" if first == "producer" else "producer")
+    pair.run_until(lambda: pair.is_clean)
+    assert pair.consumer.computed_tokens["r"] == 4
+
+
+def test_chunks_leave_before_prefill_ends(pair_of):
+    """The design's centre: at least half of the bytes of a prompt of four chunks are posted early."""
+    pair = pair_of(producer=Shape(engine_id="p", role="kv_producer", step_tokens=64))
+    add(pair, "r", 250, first="consumer")
+    for _ in range(3):
+        pair.consumer.engine.step()
+    add(pair, "r", 250, first="producer")
+    pair.run_until(lambda: pair.is_clean)
+    snapshot = pair.producer.agent.snapshot()
+    assert snapshot["bytes_posted_early"] * 2 >= snapshot["bytes_posted"] > 0
+
+
+def test_a_prefix_that_is_here_already_is_not_moved(pair_of):
+    pair = pair_of()
+    pair.consumer.engine.add("warm", 64)
+    pair.run_until(lambda: pair.is_clean)
+    add(pair, "r", 150)
+    pair.run_until(lambda: pair.is_clean)
+    block_bytes = pair.consumer.memory[:, 0].numel() * 4
+    assert pair.consumer.engine.counters("kvferry_transfer_bytes") == {("push",): block_bytes * 6}
+
+
+def test_preempted_prefill_is_delivered_right(pair_of):
+    """Two prefills in too small a cache: one is preempted after chunks of it have left."""
+    pair = pair_of(
+        producer=Shape(engine_id="p", role="kv_producer", step_tokens=64, blocks=14, prefix_caching=False)
+    )
+    pair.producer.engine.scheduler.scheduler_reserve_full_isl = False
+    for name, length in (("a", 120), ("b", 130), ("c", 140)):
+        add(pair, name, [ord(name) + position for position in range(length)])
+    pair.run_until(lambda: pair.is_clean)
+    for name in "abc":
+        assert pair.consumer.engine.finish_reason(name) is FinishReason.LENGTH
+
+
+def test_a_vanished_producer_is_recomputed(pair_of):
+    """Nothing arrives any more after half of the chunks; the request is computed here, in a bounded time."""
+    pair = pair_of(producer=Shape(engine_id="p", role="kv_producer", step_tokens=64))
+    add(pair, "r", 250, first="consumer")
+    pair.consumer.engine.step()
+    add(pair, "r", 250, first="producer")
+    pair.producer.engine.step()
+    pair.producer.engine.step()
+    peer, ours = pair.producer.agent._identity.peer, pair.consumer.agent._identity.peer
+    pair.fabric.hold(peer, ours)
+    pair.run_until(lambda: pair.consumer.engine.finish_reason("r") is not None)
+    assert pair.consumer.engine.finish_reason("r") is FinishReason.LENGTH
+    assert pair.consumer.computed_tokens["r"] > 4
+    pair.fabric.release(peer, ours)
+    pair.run_until(lambda: pair.is_clean)
+
+
+def test_the_oracle_sees_one_damaged_block(pair_of):
+    """All other tests here rest on this."""
+    pair = pair_of()
+    memory = pair.producer.memory
+    pair.producer.engine.workers[0].damage_block(1, lambda block: memory[:, block].neg_())
+    add(pair, "r", 60)
+    with pytest.raises(AssertionError, match="KV of token 16 of 59 is wrong"):
+        pair.run_until(lambda: pair.is_clean)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_mixed_requests_with_disconnects_leave_nothing_behind(pair_of, seed, depth):
+    """P02, P44, P60, P61: small caches, shared prefixes, aborts at every stage; all KV used is checked."""
+    random = Random(seed)
+    pair = pair_of(
+        producer=Shape(engine_id="p", role="kv_producer", step_tokens=64, blocks=22, depth=depth),
+        consumer=Shape(engine_id="d", role="kv_consumer", step_tokens=64, blocks=26, depth=depth),
+        seed=seed,
+    )
+    for member in (pair.producer, pair.consumer):
+        # Admits prompts that may not fit, so that both engines preempt.
+        member.engine.scheduler.scheduler_reserve_full_isl = False
+    stems = [[random.randrange(200) for _ in range(100)] for _ in range(3)]
+    waiting = [f"r{number}" for number in range(60)]
+    alive = []
+    while waiting or alive:
+        while waiting and len(alive) < 8:
+            name = waiting.pop()
+            prompt = random.choice(stems)[: random.randrange(100)] + [
+                random.randrange(200) for _ in range(random.randrange(1, 120))
+            ]
+            add(pair, name, prompt, max_tokens=random.randrange(1, 12))
+            alive.append(name)
+        if random.random() < 0.2:
+            side = random.choice([pair.producer, pair.consumer])
+            side.engine.abort(random.choice(alive))
+
+        for _ in range(random.randrange(1, 6)):
+            pair.step()
+        alive = [name for name in alive if name in pair.consumer.engine.scheduler.requests]
+    pair.run_until(lambda: pair.is_clean)
+    for member in (pair.producer, pair.consumer):
+        assert sum(member.engine.counters("kvferry_transfers").values()) == 60

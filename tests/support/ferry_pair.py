@@ -1,0 +1,158 @@
+"""Two engines with vLLM's schedulers, the real agents and real bytes, in one process.
+
+The model is replaced by a function that writes KV which depends on the whole prefix, and checks, each time
+a request is scheduled, every byte of what is said to be computed. So a late write, a stale block or a wrong
+offset shows wherever it happens, on either engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from kvferry.agent.agent import Agent
+from kvferry.agent.directory import Directory, RankEntry
+from kvferry.agent.links import Identity
+from kvferry.connector.caches import Model, describe_caches
+from kvferry.ids import EngineId, Incarnation, Rank
+from kvferry.layout.spec import encode_spec
+from kvferry.protocol.limits import Limits
+from kvferry.transport.memory import MemoryFabric, MemoryTransport
+from tests.support.vllm_engine import BLOCK_TOKENS, HEAD_SIZE, HEADS, LAYERS, Engine, Shape
+
+FAST = Limits(
+    lease_seconds=1.0,
+    renew_seconds=0.1,
+    write_seconds=0.4,
+    silence_seconds=1.0,
+    handshake_seconds=2.0,
+    unknown_seconds=1.0,
+    slice_seconds=2.0,
+    slice_bytes=4 * BLOCK_TOKENS * HEADS * HEAD_SIZE * 4 * 2 * len(LAYERS),
+)
+_MODULUS = 1 << 20
+
+
+class Phonebook:
+    """All directories of the process; resolves at once."""
+
+    def __init__(self) -> None:
+        self.directories: dict[EngineId, Directory] = {}
+
+    def resolve(
+        self, host: str, port: int, engine: EngineId, callback: Callable[[Directory | Exception], None]
+    ) -> None:
+        """Look the engine up."""
+        callback(self.directories.get(engine) or ConnectionError(f"{engine} is not in the book"))
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class Member:
+    """One engine: scheduler, worker side, agent, KV memory."""
+
+    def __init__(self, name: str, model: Path, fabric: MemoryFabric, book: Phonebook, shape: Shape) -> None:
+        self.memory = torch.zeros(len(LAYERS), shape.blocks, HEADS, BLOCK_TOKENS, 2 * HEAD_SIZE)
+        caches = describe_caches(
+            {layer: self.memory[index] for index, layer in enumerate(LAYERS)},
+            model=Model("tiny", "float32", "float32", HEADS, is_mla=False, facts={}),
+            rank=Rank(0, 0),
+            tp=1,
+            pp=1,
+            block_tokens=BLOCK_TOKENS,
+            block_count=shape.blocks,
+        )
+        identity = Identity(EngineId(name), Incarnation("first"), Rank(0, 0))
+        self.agent = Agent(identity, caches.spec, lambda peer: MemoryTransport(fabric, peer), FAST, book)
+        entry = RankEntry(
+            pp=0, tp=0, peer=identity.peer, metadata=self.agent.start(), cache=encode_spec(caches.spec)
+        )
+        book.directories[identity.engine] = Directory(
+            engine=identity.engine, incarnation=identity.incarnation, tp_size=1, pp_size=1, ranks=(entry,)
+        )
+        self.engine = Engine(model, [self.agent], shape)
+        self.engine.forward = self._forward
+        self.computed_tokens: dict[str, int] = {}
+        """Tokens that the engine has computed itself, by request."""
+
+    def _forward(self, planned: Any) -> None:
+        for name, count in planned.num_scheduled_tokens.items():
+            request = self.engine.scheduler.requests[name]
+            stop = request.num_computed_tokens
+            self.computed_tokens[name] = self.computed_tokens.get(name, 0) + count
+            # Under asynchronous scheduling the newest tokens are not known yet; the sampler always says 7.
+            tokens = list(request.all_token_ids[:stop])
+            expected = prefix_values(tokens + [7] * (stop - len(tokens)))
+            blocks = torch.tensor(self.engine.blocks_of(name))
+            positions = torch.arange(stop)
+            where = blocks[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS
+            for layer, memory in enumerate(self.memory):
+                values = (expected + layer)[:, None, None]
+                found = memory[where[0], :, where[1], :]
+                good = found[: stop - count] == values[: stop - count]
+                if not bool(good.all()):
+                    first = int((~good).nonzero()[0][0])
+                    raise AssertionError(f"{name}: KV of token {first} of {stop - count} is wrong")
+                memory[where[0][stop - count :], :, where[1][stop - count :], :] = values[
+                    stop - count :
+                ].expand(count, HEADS, 2 * HEAD_SIZE)
+
+
+class Pair:
+    """A prefill and a decode engine. `close` at the end."""
+
+    def __init__(self, model: Path, *, seed: int = 1, producer: Shape, consumer: Shape) -> None:
+        self.fabric = MemoryFabric(random=Random(seed), clock=time.monotonic)
+        self.book = Phonebook()
+        self.producer = Member(producer.engine_id, model, self.fabric, self.book, producer)
+        self.consumer = Member(consumer.engine_id, model, self.fabric, self.book, consumer)
+
+    def decode_params(self, transfer: str) -> dict[str, Any]:
+        """What a router sends to the consumer."""
+        return {
+            "do_remote_prefill": True,
+            "remote_engine_id": self.producer.engine.shape.engine_id,
+            "remote_host": "127.0.0.1",
+            "remote_port": 5600,
+            "transfer_id": transfer,
+        }
+
+    def run_until(self, done: Callable[[], bool], seconds_max: float = 60.0) -> None:
+        """Step both engines until `done`; a hang is an error."""
+        stop = time.monotonic() + seconds_max
+        while not done():
+            assert time.monotonic() < stop, "the engines did not get there"
+            self.step()
+
+    def step(self) -> None:
+        """One step of each engine that has something to do."""
+        for member in (self.producer, self.consumer):
+            if member.engine.scheduler.has_requests():
+                member.engine.step()
+        # Real engines sleep as long when a step had no model work.
+        time.sleep(0.001)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether both engines are as at their start."""
+        return self.producer.engine.is_clean and self.consumer.engine.is_clean
+
+    def close(self) -> None:
+        """Stop the agents."""
+        for member in (self.producer, self.consumer):
+            member.engine.workers[0].close(5.0)
+
+
+def prefix_values(tokens: list[int]) -> torch.Tensor:
+    """What the KV of each token holds: a value that depends on all tokens before it."""
+    values, value = [], 1
+    for token in tokens:
+        value = (value * 31 + token + 1) % _MODULUS
+        values.append(float(value))
+    return torch.tensor(values)

