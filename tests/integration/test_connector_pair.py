@@ -59,6 +59,19 @@ def test_kv_arrives_whole_and_only_the_last_token_is_computed(pair_of, prompt):
     assert pair.consumer.engine.counters("kvferry_transfers") == done
 
 
+@pytest.mark.parametrize("prompt", [2, 150])
+def test_each_rank_gets_its_own_part(pair_of, prompt):
+    """TP 2 to TP 2: rank to rank, and the request runs when both parts are here."""
+    pair = pair_of(
+        producer=Shape(engine_id="p", role="kv_producer", ranks=2),
+        consumer=Shape(engine_id="d", role="kv_consumer", ranks=2),
+    )
+    add(pair, "r", prompt)
+    pair.run_until(lambda: pair.is_clean)
+    assert pair.consumer.computed_tokens["r"] == 4
+    assert pair.consumer.engine.counters("kvferry_transfers") == {("push", "completed", "written"): 1}
+
+
 @pytest.mark.parametrize("first", ["producer", "consumer"])
 def test_either_leg_may_be_first(pair_of, first):
     pair = pair_of()
@@ -79,7 +92,7 @@ def test_chunks_leave_before_prefill_ends(pair_of):
         pair.consumer.engine.step()
     add(pair, "r", 250, first="producer")
     pair.run_until(lambda: pair.is_clean)
-    snapshot = pair.producer.agent.snapshot()
+    snapshot = pair.producer.agents[0].snapshot()
     assert snapshot["bytes_posted_early"] * 2 >= snapshot["bytes_posted"] > 0
 
 
@@ -89,7 +102,7 @@ def test_a_prefix_that_is_here_already_is_not_moved(pair_of):
     pair.run_until(lambda: pair.is_clean)
     add(pair, "r", 150)
     pair.run_until(lambda: pair.is_clean)
-    block_bytes = pair.consumer.memory[:, 0].numel() * 4
+    block_bytes = pair.consumer.memories[0][:, 0].numel() * 4
     assert pair.consumer.engine.counters("kvferry_transfer_bytes") == {("push",): block_bytes * 6}
 
 
@@ -114,7 +127,7 @@ def test_a_vanished_producer_is_recomputed(pair_of):
     add(pair, "r", 250, first="producer")
     pair.producer.engine.step()
     pair.producer.engine.step()
-    peer, ours = pair.producer.agent._identity.peer, pair.consumer.agent._identity.peer
+    (peer,), (ours,) = pair.producer.peers, pair.consumer.peers
     pair.fabric.hold(peer, ours)
     pair.run_until(lambda: pair.consumer.engine.finish_reason("r") is not None)
     assert pair.consumer.engine.finish_reason("r") is FinishReason.LENGTH
@@ -126,7 +139,7 @@ def test_a_vanished_producer_is_recomputed(pair_of):
 def test_the_oracle_sees_one_damaged_block(pair_of):
     """All other tests here rest on this."""
     pair = pair_of()
-    memory = pair.producer.memory
+    (memory,) = pair.producer.memories
     pair.producer.engine.workers[0].damage_block(1, lambda block: memory[:, block].neg_())
     add(pair, "r", 60)
     with pytest.raises(AssertionError, match="KV of token 16 of 59 is wrong"):

@@ -356,3 +356,32 @@ def test_a_restarted_peer_works_under_its_new_name_and_under_the_old_one():
             os.kill(child.process.pid, signal.SIGKILL)
             child.process.wait()
     parent.transport.close()
+
+
+def test_disconnect_keeps_a_transfer_in_flight_until_it_has_ended(monkeypatch):
+    """A11: the peer is forgotten only when nothing reads the source any more."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    parent = Agent("parent", size=1 << 26)
+    parent.buffer[:] = 1
+    with spawned("child", 1 << 26) as child:
+        parent.connect(child)
+        parent.transport.send(child.name, b"metadata " + parent.transport.local_metadata())
+        parent.transport.send(child.name, b"sum")
+        wait_until(lambda: bool(parent.inbox), parent)
+        parent.inbox.clear()
+        os.kill(child.process.pid, signal.SIGSTOP)
+        handle = parent.transport.write(child.name, runs_to(parent, child, (0, 0, 1 << 26)))
+        parent.transport.disconnect(child.name)
+        assert parent.transport.poll(handle) is PostState.IN_FLIGHT
+        with pytest.raises(TransportError, match="not connected"):
+            parent.transport.send(child.name, b"sum")
+        os.kill(child.process.pid, signal.SIGCONT)
+        assert finish(parent, handle, parent) is PostState.DONE
+        parent.transport.release(handle)
+        with pytest.raises(TransportError, match="not connected"):
+            parent.transport.send(child.name, b"sum")
+        parent.connect(child)
+        parent.transport.send(child.name, b"sum")
+        wait_until(lambda: bool(parent.inbox), parent)
+        assert parent.payloads() == [b"sum %d" % zlib.crc32(parent.buffer.tobytes())]
+    parent.transport.close()
