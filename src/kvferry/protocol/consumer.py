@@ -85,9 +85,7 @@ class ConsumerCore:
             else:
                 consumer_peer.silent(self.state, name, now)
         for key in self.state.lapse_timers.pop_due(now):
-            row = self.state.rows.get(key)
-            if row is not None:
-                fences.lapse(self.state, row, now)
+            fences.lapse(self.state, self.state.rows[key], now)
 
     def handle_close(self, now: float) -> None:
         """The rank shuts down: withdraw everything."""

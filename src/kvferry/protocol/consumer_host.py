@@ -45,7 +45,7 @@ def receive(state: ConsumerState, command: Receive, now: float) -> None:
         fences.fail(state, row, row.reason, now)
     elif row.parts is not None:
         fences.tell(state, row, now)
-    elif key not in _waiting(state, row.source):
+    elif not _is_looked_for(state, row):
         _connect(state, row, now)
 
 
@@ -74,7 +74,7 @@ def withdraw(state: ConsumerState, command: Withdraw, now: float) -> None:
         return
     elif row.parts is not None:
         fences.withdraw(state, row)
-    elif row.key not in _waiting(state, row.source):
+    elif not _is_looked_for(state, row):
         # Its producer fell silent meanwhile; it may be another incarnation that has to be told.
         _connect(state, row, now)
 
@@ -92,9 +92,10 @@ def _connect(state: ConsumerState, row: Reception, now: float) -> None:
         fences.join(state, row, links.links, now)
 
 
-def _waiting(state: ConsumerState, source: Source) -> set[tuple[object, object]]:
-    links = state.sources.get(source)
-    return set() if links is None else set(links.waiting)
+def _is_looked_for(state: ConsumerState, row: Reception) -> bool:
+    """Whether a row's producer is being resolved and will be joined then."""
+    links = state.sources.get(row.source)
+    return links is not None and row.key in links.waiting
 
 
 def _trim(state: ConsumerState) -> None:
@@ -117,9 +118,7 @@ def resolved(state: ConsumerState, source: Source, links: tuple[Link, ...], now:
     known.links = links
     waiting, known.waiting = known.waiting, set()
     for key in sorted(waiting):
-        row = state.rows.get(key)
-        if row is not None:
-            fences.join(state, row, links, now)
+        fences.join(state, state.rows[key], links, now)
 
 
 def unresolved(state: ConsumerState, source: Source, reason: str, now: float) -> None:
@@ -128,9 +127,7 @@ def unresolved(state: ConsumerState, source: Source, reason: str, now: float) ->
     if known is None:
         return
     for key in sorted(known.waiting):
-        row = state.rows.get(key)
-        if row is None:
-            continue
+        row = state.rows[key]
         if row.state is ReceptionState.WAITING:
             fences.fail(state, row, coded(HANDSHAKE, reason), now)
         elif row.withdrawn:

@@ -109,14 +109,12 @@ def peer_lost(state: ConsumerState, name: PeerName, reason: str, now: float) -> 
     if peer is None:
         return
     for key in sorted(peer.receptions):
-        row = state.rows.get(key)
-        if row is None or not row.parts or name not in row.parts:
-            continue
+        row = state.rows[key]
+        part = (row.parts or {})[name]
         if row.state is ReceptionState.ANNOUNCED:
             fences.leave(state, row)
             row.parts = None
             continue
-        part = row.parts[name]
         if not part.ended:
             part.state = PART.next(part.state, PartEvent.LOST)
             _fail(state, row, coded(PEER_LOST, reason), now)
@@ -150,9 +148,7 @@ def silent(state: ConsumerState, name: PeerName, now: float) -> None:
 
 def _give_up(state: ConsumerState, name: PeerName, reason: str, now: float) -> None:
     for key in sorted(state.peers[name].receptions):
-        row = state.rows.get(key)
-        if row is None:
-            continue
+        row = state.rows[key]
         if row.state is ReceptionState.WAITING:
             fences.fail(state, row, reason, now)
         elif row.state is ReceptionState.ANNOUNCED:

@@ -156,9 +156,7 @@ def _end(state: ConsumerState, row: Reception) -> None:
 def leave(state: ConsumerState, row: Reception) -> None:
     """Stop waiting for the row's producer ranks."""
     for name in row.parts or {}:
-        peer = state.peers.get(name)
-        if peer is None:
-            continue
+        peer = state.peers[name]
         peer.receptions.discard(row.key)
         if not peer.receptions:
             del state.peers[name]

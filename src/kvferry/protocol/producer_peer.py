@@ -202,7 +202,7 @@ def _answer_late(
     answer = tombstone.answers.get((peer, message.consumer))
     if answer is not None:
         state.outputs.append(Send(peer, answer))
-    elif not isinstance(message, Fetched):
+    else:
         _send_failed(state, peer, message, tombstone.outcome)
 
 
@@ -228,9 +228,7 @@ def _keep_lease(state: ProducerState, transfer: TransferId, now: float) -> None:
 
 
 def _status(state: ProducerState, transfer: TransferId, consumer: ConsumerId) -> TransferStatus:
-    row = state.rows.get(transfer)
-    if row is None:
-        return TransferStatus(transfer, consumer, "unknown", 0)
+    row = state.rows[transfer]
     writing = any(d.in_flight for d in row.deliveries.values() if d.consumer == consumer)
     name = "writing" if writing else row.state.value
     return TransferStatus(transfer, consumer, name, row.frontier)

@@ -179,9 +179,6 @@ def retry(state: ProducerState, row: SourceRow, now: float) -> None:
 
 def slice_overdue(state: ProducerState, number: int) -> None:
     """A slice never ended: have its connection torn down, which ends it."""
-    found = state.slices.get(number)
-    if found is None:
-        return
-    peer: PeerName = found[1][0]
+    peer: PeerName = state.slices[number][1][0]
     state.count("slice_overdue")
     state.outputs.append(Disconnect(peer, f"a slice has not ended after {state.limits.slice_seconds:g} s"))

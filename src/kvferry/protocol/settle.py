@@ -37,8 +37,7 @@ def stop(
     """
     before = delivery.state
     delivery.state = DELIVERY.next(delivery.state, event)
-    if delivery.state is not DeliveryState.STOPPING:
-        return
+    assert delivery.state is DeliveryState.STOPPING, "what has ended is not stopped"
     if before is not DeliveryState.STOPPING or event is DeliveryEvent.CANCEL:
         delivery.stop_event = drained
     if before is not DeliveryState.STOPPING:

@@ -1,0 +1,1089 @@
+"""The producer core by itself: what it answers, posts and releases."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from kvferry.errors import PeerError
+from kvferry.ids import ConsumerId, PeerName, TransferId
+from kvferry.protocol.commands import (
+    Abandon,
+    Advance,
+    DeliveryEnded,
+    Drained,
+    Expect,
+    Finish,
+    Preempt,
+    Released,
+    Result,
+)
+from kvferry.protocol.limits import Limits
+from kvferry.protocol.messages import (
+    Announce,
+    AnyMessage,
+    Cancel,
+    Cancelled,
+    Failed,
+    Fetched,
+    Register,
+    Renew,
+    Status,
+    TransferStatus,
+    Written,
+)
+from kvferry.protocol.outputs import Disconnect, Output, PeerFacts, PostSlice, Send
+from kvferry.protocol.producer import ProducerCore
+
+T, U, C = TransferId("t"), TransferId("u"), ConsumerId("c0")
+D0, D1 = PeerName("d0"), PeerName("d1")
+FACTS = PeerFacts((4,), 8)
+
+
+class Rank:
+    """A producer core, its clock, and what has come out of it."""
+
+    def __init__(self, facts: PeerFacts = FACTS, block_tokens: tuple[int, ...] = (4,), **limits: Any) -> None:
+        self.core = ProducerCore(Limits(**limits), block_tokens)
+        self.now = 0.0
+        self.core.handle_link(D0, facts)
+        self.core.handle_link(D1, facts)
+
+    def command(self, *commands: Any) -> None:
+        for command in commands:
+            self.core.handle_command(command, self.now)
+        self.core.check_invariants()
+
+    def hear(self, message: AnyMessage, peer: PeerName = D0) -> list[Output]:
+        self.core.handle_message(peer, message, self.now)
+        self.core.check_invariants()
+        return self.outputs()
+
+    def outputs(self) -> list[Output]:
+        return list(iter(self.core.poll_output, None))
+
+    def results(self) -> list[Result]:
+        """Without the metrics of single deliveries."""
+        found = iter(self.core.poll_result, None)
+        return [result for result in found if not isinstance(result, DeliveryEnded)]
+
+    def posts(self) -> list[PostSlice]:
+        return list(iter(lambda: self.core.next_slice(self.now), None))
+
+    def done(self, *numbers: int) -> list[Output]:
+        for number in numbers:
+            self.core.handle_slice_done(number, self.now)
+        self.core.check_invariants()
+        return self.outputs()
+
+    def refused(self, number: int, *, retryable: bool = True) -> list[Output]:
+        self.core.handle_slice_failed(number, "busy", self.now, retryable=retryable)
+        self.core.check_invariants()
+        return self.outputs()
+
+    def at(self, now: float) -> list[Output]:
+        self.now = now
+        self.core.handle_timeout(now)
+        self.core.check_invariants()
+        return self.outputs()
+
+
+def register(
+    stop: int, start: int = 0, first: int = 0, transfer: TransferId = T, consumer: ConsumerId = C, **more: Any
+) -> Register:
+    count = -(-stop // 4) - start // 4
+    groups = more.pop("groups", (((first, count),) if count else (),))
+    seconds = more.pop("write_seconds", 10.0)
+    return Register(
+        transfer=transfer,
+        consumer=consumer,
+        start=start,
+        stop=stop,
+        groups=groups,
+        write_seconds=seconds,
+        **more,
+    )
+
+
+def computed(tokens: int, transfer: TransferId = T, first: int = 100, consumers: int = 1) -> tuple[Any, ...]:
+    advance = Advance(transfer, tokens, 0, (((first, -(-tokens // 4)),),))
+    return Expect(transfer, tokens, consumers), advance
+
+
+def failed(reason: str, valid_until: int = 0, transfer: TransferId = T, consumer: ConsumerId = C) -> Failed:
+    return Failed(transfer=transfer, consumer=consumer, reason=reason, valid_until=valid_until)
+
+
+def cancel(transfer: TransferId = T, consumer: ConsumerId = C, sharers: int = 1) -> Cancel:
+    return Cancel(transfer=transfer, consumer=consumer, reason="left", sharers=sharers)
+
+
+FENCE = Cancelled(transfer=T, consumer=C)
+
+
+# --- what is posted ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cached", range(8))
+def test_blocks_are_paired_by_token_position(cached: int) -> None:
+    """P01: the consumer has `cached` of 8 blocks and registers the rest."""
+    rank = Rank(PeerFacts((4,), 400))
+    rank.command(*computed(32, first=10))
+    rank.hear(register(32, start=4 * cached, first=3))
+    (piece,) = rank.posts()
+    pairs = list(zip(piece.source_blocks[0], piece.target_blocks[0], strict=True))
+    assert pairs == [(10 + cached + at, 3 + at) for at in range(8 - cached)]
+    assert isinstance(piece.notify, Written)
+
+
+def test_asking_for_more_than_the_prompt_has_fails_in_either_order() -> None:
+    """P01, P40: 9 blocks of 8 are a failure, and nothing is written."""
+    reason = "too_short: asked for 36 tokens, the prompt has 32"
+    rank = Rank()
+    rank.command(*computed(32))
+    assert rank.hear(register(36)) == [Send(D0, failed(reason))]
+    assert rank.posts() == []
+    rank = Rank()
+    assert rank.hear(register(36)) == []
+    rank.command(*computed(32))
+    assert rank.outputs() == [Send(D0, failed(reason))]
+    assert rank.posts() == []
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 5])
+def test_short_prompts_complete(tokens: int) -> None:
+    """P56: a prompt shorter than a block, or than a slice."""
+    rank = Rank()
+    rank.command(*computed(tokens), Finish(T))
+    rank.hear(register(tokens))
+    (piece,) = rank.posts()
+    assert (piece.start, piece.stop, type(piece.notify)) == (0, tokens, Written)
+    rank.done(piece.slice)
+    assert rank.results() == [Released(T, "written")]
+
+
+def test_nothing_to_write_is_complete_at_once() -> None:
+    """P22, P56: an empty registration is answered without a write."""
+    rank = Rank()
+    rank.command(*computed(8), Finish(T))
+    answer = Written(transfer=T, consumer=C, start=8, stop=8)
+    assert rank.hear(register(8, start=8)) == [Send(D0, answer)]
+    assert rank.posts() == []
+    assert rank.results() == [Released(T, "written")]
+
+
+def test_a_slice_says_whether_prefill_was_still_running() -> None:
+    rank = Rank()
+    rank.command(Expect(T, 16))
+    rank.hear(register(16))
+    rank.command(Advance(T, 8, 0, (((0, 2),),)))
+    rank.command(Advance(T, 16, 2, (((2, 2),),)))
+    assert [piece.early for piece in rank.posts()] == [False, False]
+    rank = Rank()
+    rank.command(Expect(T, 16))
+    rank.hear(register(16))
+    rank.command(Advance(T, 8, 0, (((0, 2),),)))
+    assert [piece.early for piece in rank.posts()] == [True]
+
+
+def test_only_whole_blocks_leave_before_the_end() -> None:
+    rank = Rank()
+    rank.command(Expect(T, 20), Advance(T, 7, 0, (((0, 2),),)))
+    rank.hear(register(20))
+    assert [(piece.start, piece.stop) for piece in rank.posts()] == [(0, 4)]
+    rank.command(Advance(T, 9, 2, (((2, 1),),)))
+    assert [(piece.start, piece.stop) for piece in rank.posts()] == [(4, 8)]
+
+
+def test_the_registration_may_end_before_the_prompt() -> None:
+    rank = Rank()
+    rank.command(*computed(32))
+    rank.hear(register(6))
+    assert [(piece.start, piece.stop, type(piece.notify)) for piece in rank.posts()] == [(0, 6, Written)]
+
+
+def test_slices_end_on_blocks_of_both_sides() -> None:
+    """Producer blocks of 8 tokens, consumer blocks of 4, the first in the middle of one of ours."""
+    rank = Rank(PeerFacts((4,), 8), block_tokens=(8,))
+    rank.command(Expect(T, 24), Advance(T, 24, 0, (((50, 3),),)))
+    rank.hear(register(24, start=4, first=7))
+    first, second = rank.posts()
+    assert (first.start, first.stop, list(first.source_blocks[0]), list(first.target_blocks[0])) == (
+        4,
+        8,
+        [50],
+        [7],
+    )
+    assert (second.start, second.stop) == (8, 16)
+    assert list(second.source_blocks[0]) == [51]
+    assert list(second.target_blocks[0]) == [8, 9]
+
+
+def test_every_cache_group_has_blocks_of_its_own() -> None:
+    rank = Rank(PeerFacts((4, 8), 4), block_tokens=(4, 8))
+    rank.command(Expect(T, 16), Advance(T, 16, 0, (((0, 4),), ((20, 2),))))
+    rank.hear(register(16, groups=(((5, 4),), ((9, 1), (11, 1)))))
+    (piece,) = rank.posts()
+    assert (piece.start, piece.stop) == (0, 8), "a slice of at least one block of each group"
+    assert [list(blocks) for blocks in piece.source_blocks] == [[0, 1], [20]]
+    assert [list(blocks) for blocks in piece.target_blocks] == [[5, 6], [9]]
+
+
+def test_transfers_take_turns_and_what_is_in_flight_is_bounded() -> None:
+    """A request of two blocks never waits for the whole of a long one."""
+    rank = Rank(in_flight_per_peer=2)
+    rank.command(*computed(400), *computed(8, U, 300))
+    rank.hear(register(400))
+    rank.hear(register(8, first=200, transfer=U))
+    first, second = rank.posts()
+    assert (first.transfer, second.transfer) == (T, U)
+    rank.done(first.slice)
+    (third,) = rank.posts()
+    assert third.transfer == T
+    assert rank.core.in_flight() == 2
+
+
+def test_a_turn_of_a_transfer_that_has_ended_meanwhile_is_skipped() -> None:
+    """A renewal asks for a turn while the lane is full, and the last slice ends before the turn comes."""
+    rank = Rank(in_flight_per_peer=1)
+    rank.command(*computed(4), *computed(4, U, 300), Finish(T))
+    rank.hear(register(4))
+    (piece,) = rank.posts()
+    rank.hear(Renew(transfers=((T, C),), write_seconds=10.0))
+    rank.hear(register(4, transfer=U))
+    rank.done(piece.slice)
+    assert rank.results() == [Released(T, "written")]
+    assert [piece.transfer for piece in rank.posts()] == [U]
+
+
+def test_a_waiting_transfer_holds_nobody_up() -> None:
+    """G07: a consumer without memory costs the others nothing."""
+    rank = Rank()
+    rank.command(*computed(8), *computed(8, U, 300))
+    rank.hear(Announce(transfer=T, consumer=C))
+    rank.hear(register(8, transfer=U), D1)
+    assert [piece.transfer for piece in rank.posts()] == [U]
+
+
+def test_a_peer_with_a_full_lane_holds_no_other_peer_up() -> None:
+    """P05: pushes to one consumer do not wait for those to another."""
+    rank = Rank(in_flight_per_peer=1)
+    rank.command(*computed(32), *computed(8, U, 300))
+    rank.hear(register(32))
+    rank.hear(register(8, transfer=U), D1)
+    assert [(piece.peer, piece.transfer) for piece in rank.posts()] == [(D0, T), (D1, U)]
+
+
+# --- refused and failed posts --------------------------------------------------------------------
+
+
+def test_a_busy_transport_loses_nothing_and_the_last_slice_stays_last() -> None:
+    """A22: refused again and again, everything is posted in the end, the last slice alone."""
+    rank = Rank(in_flight_per_peer=8, retries_max=5)
+    rank.command(*computed(40))
+    rank.hear(register(40, write_seconds=1000.0))
+    landed: set[tuple[int, int]] = set()
+    for attempt in range(6):
+        for piece in rank.posts():
+            if attempt < 5:
+                rank.refused(piece.slice)
+            else:
+                rank.done(piece.slice)
+                landed.add((piece.start, piece.stop))
+        rank.at(rank.now + 5.0)
+    (last,) = rank.posts()
+    assert isinstance(last.notify, Written)
+    landed.add((last.start, last.stop))
+    assert sorted(landed) == [(0, 8), (8, 16), (16, 24), (24, 32), (32, 36), (36, 40)]
+
+
+def test_pauses_double_and_attempts_end() -> None:
+    rank = Rank(retry_seconds=1.0, retries_max=2)
+    rank.command(*computed(8))
+    rank.hear(register(8))
+    for pause in (1.0, 2.0):
+        (piece,) = rank.posts()
+        assert rank.refused(piece.slice) == []
+        assert rank.core.next_due() == rank.now + pause
+        assert rank.at(rank.now + pause - 0.1) == []
+        assert rank.posts() == []
+        rank.at(rank.now + 0.1)
+    (piece,) = rank.posts()
+    assert rank.refused(piece.slice) == [Send(D0, failed("post_failed: busy"))]
+
+
+def test_a_refused_last_slice_is_posted_again() -> None:
+    rank = Rank()
+    rank.command(*computed(4))
+    rank.hear(register(4))
+    (piece,) = rank.posts()
+    rank.refused(piece.slice)
+    rank.at(1.0)
+    (again,) = rank.posts()
+    assert isinstance(again.notify, Written)
+    assert again.slice != piece.slice
+
+
+def test_each_delivery_of_a_transfer_has_a_pause_of_its_own() -> None:
+    """A later pause of one consumer must not make the other wait for its next renewal."""
+    rank = Rank(retry_seconds=1.0)
+    rank.command(*computed(8, consumers=2))
+    rank.hear(register(8))
+    rank.hear(register(8, consumer=ConsumerId("c1")), D1)
+    first, second = rank.posts()
+    rank.refused(first.slice)
+    rank.at(1.0)
+    (first,) = rank.posts()
+    rank.refused(first.slice)
+    # d0 waits until 3.0. Now d1 fails for the first time and waits until 2.1.
+    rank.now = 1.1
+    rank.refused(second.slice)
+    rank.at(2.1)
+    assert [piece.peer for piece in rank.posts()] == [D1]
+    rank.at(3.0)
+    assert [piece.peer for piece in rank.posts()] == [D0]
+
+
+def test_one_failed_write_of_many_fails_the_delivery_after_the_others() -> None:
+    """A14, P11: the consumer hears of the failure when nothing is in flight any more, not before."""
+    rank = Rank(in_flight_per_peer=16)
+    rank.command(*computed(84), Finish(T))
+    rank.hear(register(84))
+    pieces = rank.posts()
+    assert len(pieces) == 10
+    assert rank.refused(pieces[6].slice, retryable=False) == []
+    assert rank.done(*(piece.slice for piece in pieces[:6])) == []
+    assert rank.results() == []
+    assert rank.done(*(piece.slice for piece in pieces[7:])) == [Send(D0, failed("post_failed: busy", 48))]
+    assert rank.results() == [Released(T, "post_failed: busy")]
+
+
+def test_a_retry_of_a_stopped_delivery_is_dropped() -> None:
+    rank = Rank()
+    rank.command(*computed(8), Finish(T))
+    rank.hear(register(8))
+    (piece,) = rank.posts()
+    assert rank.hear(cancel()) == []
+    assert rank.refused(piece.slice) == [Send(D0, FENCE)]
+    assert rank.results() == [Released(T, "cancelled")]
+    assert rank.core.next_due() == rank.core.state.limits.tombstone_seconds
+
+
+def test_a_slice_that_never_ends_has_its_connection_torn_down() -> None:
+    """P46: the time limit ends the connection, not the slice; the source stays until that has ended."""
+    rank = Rank(slice_seconds=5.0)
+    rank.command(*computed(8), Finish(T))
+    rank.hear(register(8))
+    (piece,) = rank.posts()
+    assert rank.at(4.9) == []
+    (torn,) = rank.at(5.0)
+    assert torn == Disconnect(D0, "a slice has not ended after 5 s")
+    rank.core.handle_peer_lost(D0, torn.reason, rank.now)
+    assert rank.results() == []
+    assert rank.refused(piece.slice, retryable=False) == []
+    assert rank.results() == [Released(T, "peer_lost: a slice has not ended after 5 s")]
+
+
+def test_a_slice_that_ends_has_no_deadline_left() -> None:
+    rank = Rank(slice_seconds=5.0)
+    rank.command(*computed(8))
+    rank.hear(register(8))
+    (piece,) = rank.posts()
+    rank.done(piece.slice)
+    assert rank.at(6.0) == []
+
+
+def test_an_unknown_slice_is_counted_and_ignored() -> None:
+    """P07, P64: completions of something that was forgotten."""
+    rank = Rank()
+    rank.done(77)
+    rank.refused(78)
+    assert rank.core.state.counts == {"late_slice": 2}
+
+
+# --- permission ----------------------------------------------------------------------------------
+
+
+def test_nothing_is_posted_once_the_permission_has_run_out() -> None:
+    """P02, P08, promise 2: checked before each slice, against a fresh clock."""
+    rank = Rank(in_flight_per_peer=1)
+    rank.command(*computed(64))
+    rank.hear(register(64, write_seconds=3.0))
+    (piece,) = rank.posts()
+    rank.now = 2.9
+    rank.done(piece.slice)
+    assert len(rank.posts()) == 1
+    rank.now = 3.0
+    rank.done(2)
+    assert rank.posts() == []
+    assert rank.hear(Renew(transfers=((T, C),), write_seconds=3.0)) == [
+        Send(D0, Status(transfers=(TransferStatus(T, C, "computing", 64),)))
+    ]
+    assert len(rank.posts()) == 1
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.nan])
+def test_a_permission_that_is_none_permits_nothing(seconds: float) -> None:
+    rank = Rank()
+    rank.hear(register(8))
+    rank.hear(Renew(transfers=((T, C),), write_seconds=seconds))
+    rank.command(*computed(8))
+    assert rank.posts() == []
+
+
+def test_renewals_answer_how_each_transfer_stands() -> None:
+    """A consumer can tell a slow producer from one that has lost the request, or its registration."""
+    rank = Rank()
+    lost, announced = TransferId("lost"), TransferId("announced")
+    rank.hear(register(8))
+    rank.hear(Announce(transfer=announced, consumer=C))
+    rank.command(Expect(announced, 8), Expect(lost, 8))
+
+    def states() -> list[tuple[str, str, int]]:
+        names = tuple((name, C) for name in (T, announced, lost, U))
+        (answer,) = rank.hear(Renew(transfers=names, write_seconds=9.0))
+        assert isinstance(answer, Send)
+        assert isinstance(answer.message, Status)
+        return [(entry.transfer, entry.state, entry.frontier) for entry in answer.message.transfers]
+
+    unheard = [(announced, "unknown", 0), (lost, "unknown", 0), (U, "unknown", 0)]
+    assert states() == [(T, "unknown", 0), *unheard]
+    rank.command(Expect(T, 8))
+    assert states() == [(T, "queued", 0), *unheard]
+    rank.command(Advance(T, 6, 0, (((0, 2),),)))
+    assert states() == [(T, "computing", 6), *unheard]
+    rank.posts()
+    assert states() == [(T, "writing", 6), *unheard]
+    rank.done(1)
+    rank.command(Advance(T, 8, 2, ((),)), Finish(T))
+    assert states() == [(T, "held", 8), *unheard]
+    assert rank.core.states() == {"held": 1, "queued": 2}
+
+
+def test_an_announcement_is_answered_by_how_the_transfer_stands() -> None:
+    rank = Rank()
+    rank.command(*computed(8))
+    answer = Status(transfers=(TransferStatus(T, C, "computing", 8),))
+    assert rank.hear(Announce(transfer=T, consumer=C)) == [Send(D0, answer)]
+
+
+# --- leases --------------------------------------------------------------------------------------
+
+
+def test_renewals_keep_the_lease_and_silence_ends_it() -> None:
+    """P09, P13, P47: 120 s of waiting with a sign of life every 5 s; then none."""
+    rank = Rank()
+    rank.command(*computed(8))
+    rank.hear(Announce(transfer=T, consumer=C))
+    rank.command(Finish(T))
+    for tick in range(5, 121, 5):
+        assert rank.at(float(tick)) == []
+        rank.hear(Renew(transfers=((T, C),), write_seconds=10.0))
+    assert rank.at(149.9) == []
+    assert rank.results() == []
+    assert rank.at(150.0) == [Send(D0, failed("lease_expired"))]
+    assert rank.results() == [Released(T, "lease_expired")]
+
+
+def test_a_renewal_keeps_the_lease_though_the_announcement_was_lost() -> None:
+    rank = Rank()
+    rank.command(*computed(8), Finish(T))
+    rank.at(29.0)
+    rank.hear(Renew(transfers=((T, C),), write_seconds=10.0))
+    rank.at(31.0)
+    assert rank.results() == []
+    rank.at(59.0)
+    assert rank.results() == [Released(T, "lease_expired")]
+
+
+def test_leases_end_each_at_its_own_time() -> None:
+    """P12: the first one is renewed for ever and hides none of the others."""
+    rank = Rank()
+    names = [TransferId(f"t{number}") for number in range(5)]
+    for number, name in enumerate(names):
+        rank.now = float(number)
+        rank.command(*computed(8, name, 100 + 2 * number), Finish(name))
+    released: dict[str, float] = {}
+    while rank.now < 60.0:
+        rank.at(rank.now + 0.5)
+        if rank.now % 1 == 0:
+            rank.hear(Renew(transfers=((names[0], C),), write_seconds=10.0))
+        released |= {result.transfer: rank.now for result in rank.results() if isinstance(result, Released)}
+    assert released == {name: 30.0 + number for number, name in enumerate(names) if number}
+
+
+def test_the_lease_counts_from_the_end_of_prefill_not_of_the_wait() -> None:
+    rank = Rank()
+    rank.hear(Announce(transfer=T, consumer=C))
+    rank.now = 25.0
+    rank.command(*computed(8), Finish(T))
+    rank.at(54.9)
+    assert rank.results() == []
+    rank.at(55.0)
+    assert rank.results() == [Released(T, "lease_expired")]
+
+
+def test_a_lease_that_ends_under_a_write_waits_for_it() -> None:
+    """P14, P44: the consumer hears that it failed, and the source is released after the write."""
+    rank = Rank(slice_seconds=100.0)
+    rank.command(*computed(16), Finish(T))
+    rank.hear(register(16))
+    pieces = rank.posts()
+    rank.done(pieces[0].slice)
+    assert rank.at(30.0) == []
+    assert rank.results() == []
+    assert rank.hear(register(16, consumer=ConsumerId("c1")), D1) == [
+        Send(D1, failed("lease_expired", consumer=ConsumerId("c1")))
+    ]
+    assert rank.posts() == []
+    assert rank.done(pieces[1].slice) == [Send(D0, failed("lease_expired", 12))]
+    assert rank.results() == [Released(T, "lease_expired")]
+
+
+def test_deadlines_of_one_transfer_that_are_due_together() -> None:
+    """The lease ends the transfer; the pause of its refused slice is due in the same moment."""
+    rank = Rank(lease_seconds=30.0, retry_seconds=1.0)
+    rank.command(*computed(8), Finish(T))
+    rank.hear(register(8, write_seconds=100.0))
+    (piece,) = rank.posts()
+    rank.now = 29.5
+    rank.refused(piece.slice)
+    assert rank.at(31.0) == [Send(D0, failed("lease_expired"))]
+    assert rank.results() == [Released(T, "lease_expired")]
+
+
+def test_a_registration_after_the_lease_writes_nothing_and_the_id_can_be_used_again() -> None:
+    """P08: late hand-shake; the blocks may be another's by then. A tombstone does not block a new life."""
+    rank = Rank()
+    rank.command(*computed(8), Finish(T))
+    rank.at(30.0)
+    assert rank.hear(register(8)) == [Send(D0, failed("lease_expired"))]
+    assert rank.posts() == []
+    assert rank.hear(Renew(transfers=((T, C),), write_seconds=10.0))[0] == Send(D0, failed("lease_expired"))
+    rank.at(630.0)
+    assert rank.core.state.tombstones == {}
+    rank.command(*computed(8))
+    rank.hear(register(8))
+    assert len(rank.posts()) == 1
+
+
+def test_the_same_id_again_before_its_tombstone_is_gone() -> None:
+    """P39: an id can be used again after its end."""
+    rank = Rank()
+    rank.command(Expect(T, 8), Abandon(T, "abandoned: x"))
+    rank.command(*computed(8))
+    rank.hear(register(8))
+    assert len(rank.posts()) == 1
+    rank.at(200.0)
+    assert rank.core.knows(T)
+
+
+# --- ends ----------------------------------------------------------------------------------------
+
+
+def test_finish_then_abort_is_nothing_new() -> None:
+    """P16: the client leaves just as prefill has ended. Released once, whatever follows."""
+    rank = Rank()
+    rank.command(*computed(8), Finish(T), Abandon(T, "abandoned: client left"), Finish(T))
+    assert rank.results() == []
+    rank.at(30.0)
+    assert rank.results() == [Released(T, "lease_expired")]
+    rank.command(Abandon(T, "abandoned: client left"), Finish(T))
+    assert rank.results() == []
+    assert rank.core.state.counts["finished_twice"] == 4
+
+
+def test_a_failure_reaches_who_has_registered_and_who_does_so_later() -> None:
+    """P36: each is told once per question, at once, also while slices drain."""
+    rank = Rank()
+    rank.command(*computed(16, consumers=3))
+    rank.hear(register(16))
+    first, second = rank.posts()
+    rank.done(first.slice)
+    rank.command(Abandon(T, "abandoned: aborted"))
+    assert rank.outputs() == []
+    late = ConsumerId("c1")
+    assert rank.hear(register(16, consumer=late), D1) == [
+        Send(D1, failed("abandoned: aborted", consumer=late))
+    ]
+    assert rank.hear(register(16)) == [], "not before the write has ended"
+    assert rank.done(second.slice) == [Send(D0, failed("abandoned: aborted", 12))]
+    assert rank.results() == [Released(T, "abandoned: aborted")]
+    assert rank.hear(register(16)) == [Send(D0, failed("abandoned: aborted", 12))]
+    assert rank.hear(register(16, consumer=ConsumerId("c2"))) == [
+        Send(D0, failed("abandoned: aborted", consumer=ConsumerId("c2")))
+    ]
+
+
+def test_an_abandoned_transfer_has_a_reason_even_if_its_host_gave_none() -> None:
+    rank = Rank()
+    rank.hear(register(8))
+    rank.command(Expect(T, 8), Abandon(T, ""))
+    assert rank.outputs() == [Send(D0, failed("abandoned"))]
+
+
+def test_prefill_that_ended_before_its_last_chunk_is_incomplete() -> None:
+    """P28: never an empty success."""
+    rank = Rank()
+    rank.command(Expect(T, 12), Advance(T, 8, 0, (((0, 2),),)))
+    rank.hear(register(12))
+    rank.command(Finish(T))
+    assert rank.posts() == []
+    assert rank.outputs() == [Send(D0, failed("incomplete: 8 of 12 tokens computed"))]
+    assert rank.results() == [Released(T, "incomplete: 8 of 12 tokens computed")]
+
+
+def test_nobody_asks_for_it() -> None:
+    rank = Rank()
+    rank.command(Expect(T, 8), Abandon(T, "abandoned: x"))
+    assert rank.results() == [Released(T, "abandoned: x")]
+    assert rank.outputs() == []
+
+
+def test_the_source_is_released_when_every_rank_of_every_consumer_has_ended() -> None:
+    """P19, P42, P51: two consumers, of which one has two ranks here; a doubled end counts once."""
+    rank = Rank()
+    rank.command(*computed(4, consumers=2), Finish(T))
+    other = ConsumerId("c1")
+    rank.hear(register(4, sharers=2))
+    rank.hear(register(4, consumer=other), D0)
+    one, two = rank.posts()
+    rank.done(one.slice, two.slice)
+    rank.done(two.slice)
+    rank.hear(register(4, consumer=other), D0)
+    assert rank.results() == [], "a rank of the first consumer is missing"
+    rank.hear(register(4, sharers=2), D1)
+    rank.done(3, *(piece.slice for piece in rank.posts()))
+    assert rank.results() == [Released(T, "written")]
+
+
+def test_one_transfer_and_three_withdrawals() -> None:
+    """P19: n=4, one child needs the KV; no lease runs out."""
+    rank = Rank()
+    for number in (1, 2, 3):
+        assert len(rank.hear(cancel(consumer=ConsumerId(f"c{number}")))) == 1
+    rank.command(*computed(4, consumers=4), Finish(T))
+    rank.hear(register(4))
+    rank.done(*(piece.slice for piece in rank.posts()))
+    assert rank.results() == [Released(T, "written")]
+
+
+def test_metrics_of_a_delivery() -> None:
+    rank = Rank()
+    rank.command(*computed(8))
+    rank.now = 1.0
+    rank.hear(register(8))
+    (piece,) = rank.posts()
+    rank.now = 1.5
+    rank.done(piece.slice)
+    assert rank.core.poll_result() == DeliveryEnded(T, C, True, 0.5, 1.5)
+    assert rank.core.poll_result() is None
+
+
+# --- fences --------------------------------------------------------------------------------------
+
+
+def test_each_rank_that_cancels_gets_its_own_fence_after_the_drain() -> None:
+    """P34, P33: two ranks, two answers; asked again, answered again, also after the end."""
+    rank = Rank(in_flight_per_peer=1)
+    rank.command(*computed(16), Finish(T))
+    rank.hear(register(16, sharers=2))
+    rank.hear(register(16, sharers=2), D1)
+    first, second = rank.posts()
+    assert rank.hear(cancel(sharers=2)) == []
+    assert rank.hear(cancel(sharers=2)) == []
+    assert rank.hear(cancel(sharers=2), D1) == []
+    assert rank.posts() == []
+    assert rank.done(first.slice) == [Send(D0, FENCE)]
+    assert rank.results() == []
+    assert rank.hear(cancel(sharers=2)) == [Send(D0, FENCE)]
+    assert rank.refused(second.slice) == [Send(D1, FENCE)]
+    assert rank.results() == [Released(T, "cancelled")]
+    assert rank.hear(cancel(sharers=2), D1) == [Send(D1, FENCE)]
+
+
+def test_a_cancel_during_a_failing_drain_gets_the_fence_it_asks_for() -> None:
+    rank = Rank()
+    rank.command(*computed(8))
+    rank.hear(register(8))
+    (piece,) = rank.posts()
+    rank.command(Abandon(T, "abandoned: x"))
+    assert rank.hear(cancel()) == []
+    assert rank.done(piece.slice) == [Send(D0, FENCE)]
+
+
+def test_a_registration_after_its_cancel_writes_nothing() -> None:
+    """P02: the two were reordered on the way."""
+    rank = Rank()
+    assert rank.hear(cancel()) == [Send(D0, FENCE)]
+    assert rank.hear(register(8)) == [Send(D0, FENCE)]
+    rank.command(*computed(8))
+    assert rank.posts() == []
+
+
+def test_after_a_fence_nothing_is_called_written_any_more() -> None:
+    """P64: the blocks may be another request's by the time when a registration is repeated."""
+    rank = Rank()
+    rank.command(*computed(4))
+    rank.hear(register(4))
+    rank.done(*(piece.slice for piece in rank.posts()))
+    assert rank.hear(register(4)) == [Send(D0, Written(transfer=T, consumer=C, start=0, stop=4))]
+    assert rank.hear(cancel()) == [Send(D0, FENCE)]
+    assert rank.hear(register(4)) == [Send(D0, FENCE)]
+    rank.command(Finish(T))
+    assert rank.hear(register(4)) == [Send(D0, FENCE)]
+
+
+def test_after_the_end_a_fence_replaces_the_answer_too() -> None:
+    rank = Rank()
+    rank.command(*computed(4), Finish(T))
+    rank.hear(register(4))
+    rank.done(*(piece.slice for piece in rank.posts()))
+    assert rank.hear(register(4)) == [Send(D0, Written(transfer=T, consumer=C, start=0, stop=4))]
+    assert rank.hear(cancel()) == [Send(D0, FENCE)]
+    assert rank.hear(register(4)) == [Send(D0, FENCE)]
+    stranger = ConsumerId("c9")
+    assert rank.hear(cancel(consumer=stranger)) == [Send(D0, Cancelled(transfer=T, consumer=stranger))]
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_the_same_name_with_other_blocks_is_refused(ended: bool) -> None:
+    """P39, P64: what was written for the first says nothing of the second."""
+    rank = Rank()
+    rank.command(*computed(4))
+    rank.hear(register(4))
+    rank.done(*(piece.slice for piece in rank.posts()))
+    if ended:
+        rank.command(Finish(T))
+    assert rank.hear(register(4, first=50)) == [
+        Send(D0, failed("malformed: registered before, with other blocks"))
+    ]
+    assert rank.posts() == []
+
+
+def test_a_second_registration_in_flight_stops_the_first_and_waits_for_it() -> None:
+    """P64: `Failed` is a fence, so it does not overtake the write."""
+    rank = Rank()
+    rank.command(*computed(8))
+    rank.hear(register(8))
+    (piece,) = rank.posts()
+    assert rank.hear(register(8, first=50)) == []
+    assert rank.posts() == []
+    reason = "malformed: registered before, with other blocks"
+    assert rank.done(piece.slice) == [Send(D0, failed(reason, 8))]
+
+
+def test_a_repeated_registration_starts_the_permission_anew_and_nothing_else() -> None:
+    """P39: a doubled message."""
+    rank = Rank()
+    rank.command(*computed(8))
+    rank.hear(register(8, write_seconds=3.0))
+    (piece,) = rank.posts()
+    assert rank.hear(register(8)) == []
+    assert rank.posts() == []
+    assert len(rank.done(piece.slice)) == 0
+    assert rank.core.state.counts["written"] == 1
+
+
+def test_a_lost_peer_is_written_to_no_more_and_its_slices_are_awaited() -> None:
+    rank = Rank(in_flight_per_peer=1)
+    rank.command(*computed(16), Finish(T), *computed(8, U, 300))
+    rank.hear(register(16))
+    rank.hear(register(8, transfer=U), D1)
+    first, other = rank.posts()
+    rank.core.handle_peer_lost(D0, "peer_lost: reset", rank.now)
+    assert rank.posts() == []
+    assert rank.results() == []
+    assert rank.done(other.slice) == []
+    assert rank.refused(first.slice, retryable=False) == []
+    assert rank.results() == [Released(T, "peer_lost: reset")]
+    with pytest.raises(PeerError, match="Register before Hello"):
+        rank.hear(register(8))
+
+
+def test_a_peer_that_comes_back_while_its_old_slices_end() -> None:
+    """The lane counts what was in flight before, so that the bound holds and never goes below nothing."""
+    rank = Rank(in_flight_per_peer=2)
+    rank.command(*computed(32), *computed(32, U, 300))
+    rank.hear(register(32))
+    first, second = rank.posts()
+    rank.core.handle_peer_lost(D0, "reset", rank.now)
+    rank.core.handle_link(D0, FACTS)
+    rank.hear(register(32, transfer=U))
+    assert rank.posts() == []
+    rank.refused(first.slice, retryable=False)
+    assert len(rank.posts()) == 1
+    rank.refused(second.slice, retryable=False)
+    assert len(rank.posts()) == 1
+
+
+def test_linking_twice_changes_nothing() -> None:
+    rank = Rank()
+    rank.command(*computed(32))
+    rank.hear(register(32))
+    rank.posts()
+    rank.core.handle_link(D0, FACTS)
+    rank.core.check_invariants()
+
+
+# --- preemption ----------------------------------------------------------------------------------
+
+
+def test_preemption_is_answered_at_once_when_nothing_reads_the_blocks() -> None:
+    rank = Rank()
+    rank.command(*computed(8), Preempt((T, TransferId("never heard of")), 7))
+    assert rank.results() == [Drained(7)]
+    rank.hear(register(8))
+    assert rank.posts() == [], "the blocks are another's"
+
+
+def test_preemption_waits_for_the_slices_that_read_the_blocks_and_for_no_later_ones() -> None:
+    """G08, G12: one ticket for two transfers; the first resumes and writes on while the second drains."""
+    rank = Rank(in_flight_per_peer=8)
+    rank.command(Expect(T, 16), Advance(T, 8, 0, (((0, 2),),)), *computed(8, U, 300))
+    rank.hear(register(16))
+    rank.hear(register(8, transfer=U), D1)
+    first, other = rank.posts()
+    rank.command(Preempt((T, U), 1), Preempt((U,), 2))
+    rank.command(Advance(T, 16, 0, (((50, 4),),)))
+    (piece,) = rank.posts()
+    assert (piece.start, piece.stop, list(piece.source_blocks[0])) == (8, 12, [52])
+    rank.done(other.slice)
+    assert rank.results() == [Drained(2)]
+    rank.done(first.slice)
+    assert rank.results() == [Drained(1)]
+
+
+def test_a_slice_that_failed_is_posted_again_only_when_its_tokens_are_there_again() -> None:
+    """G08, promise 5: the request restarts with fewer tokens than the failed slice had."""
+    rank = Rank()
+    rank.command(Expect(T, 16), Advance(T, 12, 0, (((0, 3),),)))
+    rank.hear(register(16))
+    first, second = rank.posts()
+    rank.command(Preempt((T,), 1))
+    rank.refused(first.slice)
+    rank.refused(second.slice)
+    assert rank.results() == [Drained(1)]
+    rank.command(Advance(T, 10, 0, (((50, 3),),)))
+    rank.at(1.0)
+    (again,) = rank.posts()
+    assert (again.start, again.stop, list(again.source_blocks[0])) == (0, 8, [50, 51])
+    rank.command(Advance(T, 12, 3, ((),)))
+    (again,) = rank.posts()
+    assert (again.start, again.stop, list(again.source_blocks[0])) == (8, 12, [52])
+
+
+def test_a_leased_transfer_whose_blocks_are_taken_back_fails() -> None:
+    """P28: nobody computes it again."""
+    rank = Rank()
+    rank.command(*computed(8), Finish(T))
+    rank.hear(register(8))
+    (piece,) = rank.posts()
+    rank.command(Preempt((T,), 3))
+    assert rank.results() == []
+    reason = "incomplete: its blocks were taken back"
+    assert rank.done(piece.slice) == [Send(D0, failed(reason, 8))]
+    assert rank.results() == [Drained(3), Released(T, reason)]
+
+
+def test_a_late_advance_changes_nothing() -> None:
+    rank = Rank()
+    rank.command(*computed(8), Finish(T), Advance(T, 4, 0, (((90, 1),),)))
+    rank.hear(register(8))
+    (piece,) = rank.posts()
+    assert list(piece.source_blocks[0]) == [100, 101]
+    rank.command(Advance(U, 4, 0, (((90, 1),),)))
+    assert rank.core.state.counts == {"late_command": 1}
+
+
+# --- limits --------------------------------------------------------------------------------------
+
+
+def test_a_full_table_refuses_and_its_host_is_still_answered() -> None:
+    rank = Rank(transfers_max=1)
+    rank.command(*computed(8), *computed(8, U, 300), Finish(U))
+    assert rank.results() == [Released(U, "table_full")]
+    assert rank.hear(register(8, transfer=U)) == [Send(D0, failed("table_full", transfer=U))]
+    assert rank.core.state.counts == {"table_full": 2, "late_command": 1}
+
+
+@pytest.mark.parametrize("end", [Finish(T), Abandon(T, "abandoned: x")])
+def test_a_transfer_that_was_refused_ends_though_peers_speak_of_it(end: Any) -> None:
+    """The table was full at its `Expect` and had room when its consumer registered."""
+    rank = Rank(transfers_max=1)
+    rank.command(Expect(U, 8), *computed(8), Abandon(U, "abandoned: x"))
+    assert rank.results() == [Released(U, "abandoned: x")]
+    assert rank.hear(register(8)) == []
+    rank.command(Advance(T, 8, 0, (((0, 2),),)), Preempt((T,), 1))
+    assert rank.results() == [Drained(1)]
+    rank.command(end)
+    assert rank.results() == [Released(T, "table_full")]
+    assert rank.outputs() == [Send(D0, failed("table_full"))]
+
+
+def test_a_refused_transfer_is_answered_though_its_consumers_gave_up() -> None:
+    rank = Rank(transfers_max=1, unknown_seconds=5.0)
+    rank.command(Expect(U, 8), Expect(T, 8), Abandon(U, "abandoned: x"))
+    rank.hear(register(8))
+    assert rank.at(5.0) == [Send(D0, failed("unknown_transfer"))]
+    rank.command(Finish(T))
+    assert Released(T, "table_full") in rank.results()
+
+
+def test_registrations_per_transfer_are_bounded() -> None:
+    rank = Rank(consumers_max=1)
+    rank.command(*computed(8))
+    rank.hear(register(8))
+    late = ConsumerId("c1")
+    assert rank.hear(register(8, consumer=late)) == [Send(D0, failed("table_full", consumer=late))]
+    assert rank.hear(cancel(consumer=late)) == [Send(D0, failed("table_full", consumer=late))]
+
+
+def test_tombstones_are_bounded_and_the_oldest_goes_first() -> None:
+    rank = Rank(tombstones_max=2)
+    for name in ("a", "b", "c"):
+        rank.command(Expect(TransferId(name), 8), Abandon(TransferId(name), "abandoned: x"))
+    assert list(rank.core.state.tombstones) == ["b", "c"]
+    assert rank.at(120.0) == []
+    assert rank.core.state.tombstones == {}
+    assert rank.core.next_due() is None
+
+
+def test_a_request_id_that_is_active_keeps_its_transfer() -> None:
+    """P39: the second is refused, the first is not disturbed."""
+    rank = Rank()
+    rank.command(*computed(8), Expect(T, 400))
+    rank.hear(register(8))
+    assert len(rank.posts()) == 1
+    assert rank.core.state.counts == {"expected_twice": 1}
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        (register(4, start=8), r"tokens \[8, 4\) are not a range"),
+        (register(4, start=-4), r"tokens \[-4, 4\) are not a range"),
+        (register(8, write_seconds=0.0), "must be positive"),
+        (register(8, write_seconds=math.nan), "must be positive"),
+        (register(8, sharers=0), "must be positive"),
+        (register(8, groups=()), "0 cache groups, ours are 1"),
+        (register(8, groups=(((0, 2),), ((0, 2),))), "2 cache groups, ours are 1"),
+        (register(8, start=2), "start 2 is no multiple of the block size 4"),
+        (register(8, groups=(((-1, 2),),)), "span that is not"),
+        (register(8, groups=(((0, 0), (0, 2)),)), "span that is not"),
+        (register(8, groups=((((1 << 63) - 1, 2),),)), "span that is not"),
+        (register(8, groups=(((0, 3),),)), "does not have the 2 blocks of its tokens"),
+        (register(8, groups=((),)), "does not have the 2 blocks of its tokens"),
+        (register(1 << 40, groups=(((0, 1 << 38),),)), "274877906944 blocks, the limit is 100"),
+    ],
+)
+def test_registrations_that_cannot_be(message: Register, problem: str) -> None:
+    """S01: sizes from a peer are checked before anything is built from them."""
+    rank = Rank(blocks_max=100)
+    (answer,) = rank.hear(message)
+    assert isinstance(answer, Send)
+    assert isinstance(answer.message, Failed)
+    assert answer.message.reason.startswith("malformed: ")
+    with pytest.raises(AssertionError, match=problem):
+        raise AssertionError(answer.message.reason)
+    assert rank.core.state.rows == {}
+
+
+def test_the_last_block_id_that_there_is() -> None:
+    rank = Rank()
+    rank.command(*computed(4))
+    rank.hear(register(4, first=(1 << 63) - 2))
+    (piece,) = rank.posts()
+    assert list(piece.target_blocks[0]) == [(1 << 63) - 2]
+
+
+def test_a_malformed_repetition_stops_what_was_registered() -> None:
+    rank = Rank()
+    rank.command(*computed(8))
+    rank.hear(register(8))
+    (piece,) = rank.posts()
+    assert rank.hear(register(8, sharers=0)) == []
+    (answer,) = rank.done(piece.slice)
+    assert isinstance(answer, Send)
+    assert answer.message == failed("malformed: write_seconds 10.0 and sharers 0 must be positive", 8)
+
+
+# --- strangers, late comers, pull ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "message",
+    [register(8), cancel(), Announce(transfer=T, consumer=C), Renew(transfers=(), write_seconds=1.0)],
+)
+def test_messages_before_hello_are_refused(message: AnyMessage) -> None:
+    """X21: an error of that peer; nothing changes."""
+    rank = Rank()
+    with pytest.raises(PeerError, match="before Hello"):
+        rank.core.handle_message(PeerName("stranger"), message, 0.0)
+    assert rank.core.state.rows == {}
+
+
+def test_a_prefill_leg_that_never_comes() -> None:
+    """P17: the consumer is told, and nothing is kept."""
+    rank = Rank()
+    rank.hear(register(8))
+    rank.hear(Announce(transfer=T, consumer=ConsumerId("c1")))
+    assert rank.core.expecting
+    assert rank.at(29.9) == []
+    assert rank.at(30.0) == [
+        Send(D0, failed("unknown_transfer")),
+        Send(D0, failed("unknown_transfer", consumer=ConsumerId("c1"))),
+    ]
+    assert rank.results() == []
+    assert not rank.core.expecting
+    assert rank.hear(Announce(transfer=T, consumer=ConsumerId("c2"))) == [
+        Send(D0, failed("unknown_transfer", consumer=ConsumerId("c2")))
+    ]
+
+
+def test_a_consumer_that_has_read_everything_ends_the_lease() -> None:
+    """Pull: the lease of two ranks of one consumer."""
+    rank = Rank()
+    rank.command(*computed(8), Finish(T))
+    rank.hear(Announce(transfer=T, consumer=C))
+    assert rank.hear(Fetched(transfer=T, consumer=C, sharers=2)) == []
+    assert rank.hear(Fetched(transfer=T, consumer=C, sharers=2)) == []
+    assert rank.results() == []
+    rank.hear(Fetched(transfer=T, consumer=C, sharers=2), D1)
+    assert rank.results() == [Released(T, "fetched")]
+    assert rank.hear(Fetched(transfer=T, consumer=C), D1) == []
+    assert rank.core.state.counts == {"late_message": 1}
+
+
+def test_fetched_while_writes_are_permitted_is_an_error_of_the_peer() -> None:
+    """X21: the wrong type of message for the state."""
+    rank = Rank()
+    rank.command(*computed(8))
+    rank.hear(register(8))
+    with pytest.raises(PeerError, match="fetched is not possible in state registered"):
+        rank.hear(Fetched(transfer=T, consumer=C))
+    assert len(rank.posts()) == 1
+
+
+def test_fetched_of_an_expired_transfer_is_late() -> None:
+    rank = Rank(slice_seconds=100.0, consumers_max=1)
+    rank.command(*computed(8), Finish(T))
+    rank.hear(register(8))
+    rank.posts()
+    assert rank.hear(Fetched(transfer=T, consumer=ConsumerId("c1"))) == [
+        Send(D0, failed("table_full", consumer=ConsumerId("c1")))
+    ]
+
+
+def test_closing_tells_every_consumer_and_posts_nothing_more() -> None:
+    """P66: what is in flight ends first."""
+    rank = Rank()
+    rank.command(*computed(8), *computed(8, U, 300))
+    rank.hear(register(8))
+    rank.hear(register(8, transfer=U), D1)
+    piece, _ = rank.posts()
+    rank.core.handle_close(rank.now)
+    assert rank.outputs() == []
+    assert rank.done(piece.slice) == [Send(D0, failed("closed", 8))]
