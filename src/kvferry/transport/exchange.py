@@ -192,12 +192,12 @@ class Exchange:
         node.connections[peer] = Connection((node.name, peer), target, regions, raw)
 
     def disconnect(self, node: Node, peer: PeerName) -> None:
-        """Tear down our way to the peer and, where `disconnect_fences`, the peer's way to us."""
+        """Forget a peer; where `disconnect_fences`, what is under way between the two stops, both ways."""
         connection = node.connections.pop(peer, None)
-        if connection is None:
+        if connection is None or not self.rules.disconnect_fences:
             return
         connection.alive = False
-        if self.rules.disconnect_fences and connection.target is not None:
+        if connection.target is not None:
             _tear(connection.target, node)
 
     def connection(self, node: Node, peer: PeerName) -> Connection:

@@ -1,9 +1,9 @@
 """Joins memory transports within one process, moves their bytes, and fails on purpose.
 
 A transfer is cut into pieces. Each piece reads its source bytes at the moment it lands, pieces land in any
-order, and nothing but a torn connection or a dead node stops one that is under way: not a time-out, not the
-fact that the target's engine has given its blocks to somebody else. A transport that copied at the post would
-hide what leases and fences are for.
+order, and nothing but a dead node stops one that is under way: not a time-out, not a `disconnect` by either
+side, not the fact that the target's engine has given its blocks to somebody else. A transport that copied at
+the post would hide what leases and fences are for.
 
 Everything is decided by the clock and the random source that were passed in. Transports of several threads
 may share a fabric: one lock guards it, and callbacks run under that lock. With `auto_advance` each `poll` and
@@ -34,7 +34,7 @@ class MemoryFabric:
         limits: FabricLimits | None = None,
         auto_advance: bool = True,
         notify_on_poll: bool = True,
-        disconnect_fences: bool = True,
+        disconnect_fences: bool = False,
     ) -> None:
         """Make an empty fabric.
 
@@ -44,7 +44,8 @@ class MemoryFabric:
             limits: sizes and times of every node.
             auto_advance: land what is due in each `poll` and `receive`.
             notify_on_poll: as NIXL does, send a transfer's notification only when the initiator polls it.
-            disconnect_fences: a node that forgets a peer also stops what that peer has under way to it.
+            disconnect_fences: forgetting a peer stops what is under way between the two. NIXL over UCX does
+                not: what either side has posted goes on to land, as it does here by default.
         """
         self.lock = threading.RLock()
         self._auto_advance = auto_advance

@@ -21,7 +21,7 @@ class PostFault(enum.Enum):
     BREAK = "break"
     """It fails after a part of the bytes landed."""
     STALL = "stall"
-    """It never ends, and no byte of it lands, until the connection is torn down."""
+    """It never ends, and no byte of it lands, as long as its peer lives and the connection stands."""
 
 
 class MessageFault(enum.Enum):

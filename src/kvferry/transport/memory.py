@@ -100,7 +100,7 @@ class MemoryTransport:
             self._exchange.connect(self._node, peer, generation, regions, metadata)
 
     def disconnect(self, peer: PeerName) -> None:
-        """Forget a peer and tear its connection down; our transfers to it fail."""
+        """Forget a peer; transfers under way go on and can be polled, unless the fabric says otherwise."""
         self._enter()
         with self._fabric.lock:
             self._exchange.disconnect(self._node, peer)

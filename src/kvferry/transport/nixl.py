@@ -5,10 +5,12 @@ nixl is imported when a `NixlTransport` is made, not when this module is: the pa
 What NIXL leaves to its user, and what is done about it here (measured with 1.5.1 over UCX):
 
 - An agent has no locks of its own, so one thread owns it; every method asserts so.
-- Nothing makes progress by itself unless the progress thread is on, which spins a core; `poll` and `receive`
-  do it.
+- Nothing makes progress by itself unless the progress thread is on, which spins a core: `poll` and
+  `receive` do.
 - The target hears of a WRITE only after its initiator has polled it: poll what you post at once.
-- A post cannot be recalled. `release` in flight frees what the backend still uses, so it is refused.
+- A post cannot be recalled. `release` in flight frees what the backend still uses, so it is refused. Removing
+  the peer makes NIXL call the transfer failed while UCX goes on reading its source, so `disconnect` puts the
+  removal off. Nor does removing a peer keep its writes out of our memory.
 - A peer under a known name is refused until the old one is removed, so `connect` removes it first.
 - A killed peer shows as an error within milliseconds of the next send, post or poll, never by `receive`
   alone. A peer that is stopped but alive keeps its transfers in flight for as long as it is stopped.
@@ -21,7 +23,6 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,18 +35,13 @@ from kvferry.ids import PeerName
 from kvferry.layout.runs import AddressArray, Region, Runs
 from kvferry.transport.base import Handle, Notification, PostState
 from kvferry.transport.checks import check_payload, check_runs
+from kvferry.transport.nixl_versions import VERSION_ADVISED, check_version
 from kvferry.transport.owner import ThreadOwner
 from kvferry.transport.regions import Envelope, RegionIndex, decode_envelope, peer_regions
 
 logger = logging.getLogger(__name__)
 
 TRANSPORT_NAME = "nixl"
-
-VERSION_MIN = (1, 4, 0)
-VERSION_BELOW = (1, 6, 0)
-"""kvferry is tested with 1.5.1. Known bad: 0.10 (hangs when two agents of a host start at once), 1.3.0 and
-1.3.1 (crash when a restarted peer is added)."""
-VERSION_ADVISED = "1.5.1"
 
 NOTIFICATION_BYTES_MAX = 64 << 10
 """UCX carries far more (4 MiB tried); other backends do not promise to, and short messages are fair."""
@@ -88,6 +84,8 @@ class _Peer:
     regions: RegionIndex
     broken: bool = False
     """NIXL has lost it; `connect` loads it anew."""
+    leaving: bool = False
+    """Disconnected while transfers were in flight; NIXL forgets it when the last of them has ended."""
 
 
 class _Peers:
@@ -97,13 +95,19 @@ class _Peers:
         self._agent = agent
         self._peers: dict[PeerName, _Peer] = {}
 
-    def add(self, peer: PeerName, metadata: bytes) -> None:
-        """Load `metadata`, unless just this is loaded and sound; what was loaded before is removed first."""
+    def add(self, peer: PeerName, metadata: bytes, *, busy: bool) -> None:
+        """Load `metadata`, unless just this is loaded and sound; what was loaded before is removed first.
+
+        `busy` says that transfers to the peer are in flight, under which it cannot be removed.
+        """
         known = self._peers.get(peer)
         if known is not None and known.metadata == metadata and not known.broken:
+            known.leaving = False
             return
         envelope = decode_envelope(metadata, transport=TRANSPORT_NAME, peer=peer)
         regions = peer_regions(envelope)
+        if busy:
+            raise TransportError(f"transfers to {peer} as it was are still in flight", retryable=True)
         self.remove(peer)
         try:
             loaded = self._agent.add_remote_agent(envelope.blob)
@@ -114,6 +118,19 @@ class _Peers:
             self._agent.remove_remote_agent(loaded)
             raise TransportError(f"NIXL's metadata of {peer} names another peer: {loaded!r}")
         self._peers[peer] = _Peer(metadata, regions)
+
+    def leave(self, peer: PeerName, *, busy: bool) -> None:
+        """Refuse what comes next for a peer, and forget it once it is not `busy`."""
+        known = self._peers.get(peer)
+        if known is not None:
+            known.leaving = True
+        self.settle(peer, busy=busy)
+
+    def settle(self, peer: PeerName, *, busy: bool) -> None:
+        """Forget a leaving peer that is not busy any more."""
+        known = self._peers.get(peer)
+        if known is not None and known.leaving and not busy:
+            self.remove(peer)
 
     def remove(self, peer: PeerName) -> None:
         """Forget a peer; unknown ones are ignored, by NIXL's table too."""
@@ -136,10 +153,10 @@ class _Peers:
         Raises:
             TransportError: not connected.
         """
-        try:
-            return self._peers[peer]
-        except KeyError:
-            raise TransportError(f"not connected to {peer}; call connect with its metadata first") from None
+        known = self._peers.get(peer)
+        if known is None or known.leaving:
+            raise TransportError(f"not connected to {peer}; call connect with its metadata first")
+        return known
 
     def failure(self, peer: PeerName, error: Exception, what: str) -> TransportError:
         """NIXL's error as ours; after one that broke the way to the peer, `add` loads the same bytes anew."""
@@ -247,12 +264,16 @@ class NixlTransport:
             TransportError: the metadata is damaged, not of this transport or not of this peer.
         """
         self._enter()
-        self._peers.add(peer, metadata)
+        self._peers.add(peer, metadata, busy=self._is_busy(peer))
 
     def disconnect(self, peer: PeerName) -> None:
-        """Forget a peer and tear its connection down. Unknown peers are ignored."""
+        """Forget a peer: nothing more is posted or sent to it. Unknown peers are ignored.
+
+        It is no fence. Our transfers in flight go on reading their sources and can be polled to their end;
+        only then does NIXL forget the peer. What the peer has posted, or posts later, still lands here.
+        """
         self._enter()
-        self._peers.remove(peer)
+        self._peers.leave(peer, busy=self._is_busy(peer))
 
     def send(self, peer: PeerName, payload: bytes) -> None:
         """Send a message. Reaches peers that have not loaded our metadata.
@@ -305,6 +326,8 @@ class NixlTransport:
             except Exception as error:  # noqa: BLE001 - NIXL's errors share no base of their own
                 post.error = self._peers.failure(post.peer, error, post.what)
                 post.state = PostState.FAILED
+            if post.state is not PostState.IN_FLIGHT:
+                self._peers.settle(post.peer, busy=self._is_busy(post.peer))
         return post.state
 
     def failure(self, handle: Handle) -> TransportError | None:
@@ -386,6 +409,9 @@ class NixlTransport:
         if self._closed:
             raise UsageError(f"transport {self._name} is closed")
 
+    def _is_busy(self, peer: PeerName) -> bool:
+        return any(post.peer == peer and post.state is PostState.IN_FLIGHT for post in self._posts.values())
+
     def _known_post(self, handle: Handle) -> _Post:
         try:
             return self._posts[handle]
@@ -404,23 +430,6 @@ def mapped_error(error: Exception, what: str) -> TransportError:
     if kind == "nixlRemoteDisconnectError":
         return PeerLostError(text)
     return TransportError(text, retryable=kind in _RETRYABLE)
-
-
-def check_version(version: str, *, allow_untested: bool) -> None:
-    """Refuse a version of NIXL that kvferry was not tested with.
-
-    Raises:
-        UsageError: it is outside the range and `allow_untested` is False.
-    """
-    numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
-    parsed = tuple(int(number or 0) for number in numbers.groups()) if numbers else (0, 0, 0)
-    if VERSION_MIN <= parsed < VERSION_BELOW:
-        return
-    least, below = (".".join(map(str, bound)) for bound in (VERSION_MIN, VERSION_BELOW))
-    problem = f"NIXL {version} is not in the range that kvferry is tested with (from {least}, below {below})"
-    if not allow_untested:
-        raise UsageError(f"{problem}; install nixl=={VERSION_ADVISED}, or set allow_untested to try this one")
-    logger.warning("%s; going on, because allow_untested is set", problem)
 
 
 def _load_nixl(*, allow_untested: bool) -> Any:

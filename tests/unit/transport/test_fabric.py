@@ -157,8 +157,8 @@ def test_a_broken_post_fails_for_good_after_a_part_landed():
     assert len(outcomes) > 2
 
 
-def test_a_stalled_post_never_ends_until_its_connection_is_torn_down():
-    rig = Rig()
+def test_a_stalled_post_never_ends_while_its_connection_stands():
+    rig = Rig(disconnect_fences=True)
     rig.fabric.inject(rig.a.name, rig.b.name, PostFault.STALL)
     handle = write_whole(rig)
     rig.clock.advance(10_000.0)
@@ -375,9 +375,24 @@ def test_disconnect_by_the_target_stops_writes_where_the_transport_can(fences):
             write_whole(rig)
 
 
+@pytest.mark.parametrize("fences", [True, False])
+def test_disconnect_by_the_initiator_recalls_a_write_only_where_the_transport_can(fences):
+    """A11: without a fence the write goes on to read its source, and can be polled to its end."""
+    rig = Rig(disconnect_fences=fences)
+    rig.fabric.hold(rig.a.name, rig.b.name)
+    handle = write_whole(rig)
+    rig.a.transport.disconnect(rig.b.name)
+    assert rig.a.transport.poll(handle) is (PostState.FAILED if fences else PostState.IN_FLIGHT)
+    with pytest.raises(TransportError, match="not connected"):
+        write_whole(rig)
+    rig.fabric.release(rig.a.name, rig.b.name)
+    assert rig.a.transport.poll(handle) is (PostState.FAILED if fences else PostState.DONE)
+    assert bool((rig.b.buffer == 1).any()) is not fences
+
+
 def test_connecting_anew_heals_a_torn_connection():
     """A07: a lost peer is dropped and met again; the next transfer works."""
-    rig = Rig()
+    rig = Rig(disconnect_fences=True)
     rig.b.transport.disconnect(rig.a.name)
     with pytest.raises(PeerLostError):
         write_whole(rig)
