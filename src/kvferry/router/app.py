@@ -15,7 +15,7 @@ import msgspec
 from aiohttp import web
 
 from kvferry.router.dispatch import Dispatcher
-from kvferry.router.errors import JSON, Cause, RequestError
+from kvferry.router.errors import JSON, Cause, RequestError, invalid
 from kvferry.router.legs import LegError
 from kvferry.router.metrics import CONTENT_TYPE
 from kvferry.router.openai import ClientRequest, Endpoint, read
@@ -188,9 +188,6 @@ class Api:
             return await handler(request)
         except RequestError as error:
             failure = error
-        except web.HTTPRequestEntityTooLarge:
-            most = self.settings.body_bytes_max
-            failure = RequestError(413, Cause.BODY_TOO_LARGE, f"the body has more than {most} bytes")
         except web.HTTPException as error:
             failure = RequestError(error.status, Cause.NOT_FOUND, f"{request.path}: {error.reason}")
         except Exception:
@@ -204,7 +201,8 @@ class Api:
         if key is None or request.path in _OPEN_PATHS:
             return
         given = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+        # Bytes that are no UTF-8 stand in the header as surrogates.
+        if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), f"Bearer {key}".encode()):
             raise RequestError(401, Cause.UNAUTHORIZED, "send the header Authorization: Bearer <api key>")
 
 
@@ -257,7 +255,7 @@ class _Exchange:
             self._hang_up()
 
     def _backed_up(self) -> bool:
-        """Whether the client does not read what it was sent, so that the deadline came in the middle of a write.
+        """Whether the client does not read what it was sent, so that the deadline came amid a write.
 
         aiohttp lets no further write wait after one that was cancelled while it waited.
         """
@@ -273,6 +271,12 @@ class _Exchange:
         try:
             async with asyncio.timeout(self._settings.body_timeout_seconds):
                 return await self._request.read()
+        except web.HTTPRequestEntityTooLarge as error:
+            most = self._settings.body_bytes_max
+            message = f"the body has more than {most} bytes (--max-body-bytes)"
+            raise RequestError(413, Cause.BODY_TOO_LARGE, message) from error
+        except web.RequestPayloadError as error:
+            raise invalid("body", f"cannot be read: {error}") from error
         except TimeoutError as error:
             seconds = self._settings.body_timeout_seconds
             raise RequestError(
@@ -327,7 +331,8 @@ class _Exchange:
 
 
 def _forwarded(request: web.Request) -> dict[str, str]:
-    return {name: request.headers[name] for name in FORWARDED_HEADERS if name in request.headers}
+    given = {name: request.headers.get(name, "") for name in FORWARDED_HEADERS}
+    return {name: value for name, value in given.items() if value and value.isascii()}
 
 
 def _request_id(request: web.Request) -> str:

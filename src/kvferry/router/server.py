@@ -178,6 +178,8 @@ def settings_of(arguments: argparse.Namespace) -> RouterSettings:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the router until SIGTERM or SIGINT; 0 after an orderly stop, 2 when it cannot start."""
+    # Does nothing where the program has set up its log before.
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         settings = settings_of(arguments)
         asyncio.run(_serve(settings, arguments.host, arguments.port))

@@ -141,6 +141,7 @@ async def test_a_body_has_a_limit() -> None:
         async with world.complete(prompt="x" * 2000) as response:
             assert response.status == 413
             assert (await response.json())["error"]["kvferry"] == "body_too_large"
+        assert world.count("none", "error", "body_too_large") == 1
         assert world.d.requests == []
 
 
@@ -155,6 +156,32 @@ async def test_a_client_that_does_not_send_its_body_is_not_waited_for() -> None:
         async with world.client.post("/v1/completions", data=body()) as response:
             assert response.status == 408
             assert (await response.json())["error"]["kvferry"] == "timeout"
+
+
+async def test_a_body_that_cannot_be_decoded_is_the_clients_fault() -> None:
+    async with router_world() as world:
+        headers = {"Content-Encoding": "gzip"}
+        async with world.client.post("/v1/completions", data=b"no gzip", headers=headers) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["param"] == "body"
+
+
+@pytest.mark.parametrize("key", [None, "secret"])
+async def test_headers_may_hold_any_bytes(key: str | None) -> None:
+    """Hostile bytes in what is compared and passed on: no fault of the router, and no engine sees them."""
+    async with router_world(api_key=key) as world:
+        body = b'{"prompt": "a"}'
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(world.router.url.split(":")[-1]))
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 15\r\n"
+            b"Authorization: Bearer \xff\xfe\r\ntraceparent: \xff\r\nX-Request-Id: \xff\r\n\r\n" + body
+        )
+        status = (await reader.read()).split(b" ")[1]
+        writer.close()
+        assert status == (b"200" if key is None else b"401")
+        for request in world.p.requests + world.d.requests:
+            assert "traceparent" not in request.headers
+            assert "Authorization" not in request.headers
 
 
 async def test_an_unknown_path_has_openais_error_shape() -> None:

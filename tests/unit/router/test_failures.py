@@ -9,7 +9,9 @@ import json
 import aiohttp
 import pytest
 
-from kvferry.router.pool import Role
+from kvferry.router.dispatch import _Legs
+from kvferry.router.legs import DecodeStream
+from kvferry.router.pool import Role, Worker
 from kvferry.router.settings import OnPrefillFailure
 from tests.support.fake_engine import Step, failing, source
 from tests.support.router_world import RouterWorld, events_of, router_world, until
@@ -248,6 +250,47 @@ async def test_a_stream_that_begins_with_an_error_is_retried_for_no_byte_has_gon
         assert len(world.decode[1].requests) == 1
 
 
+async def test_a_comment_is_no_first_byte() -> None:
+    """An engine that keeps its connection alive by comments and then fails has told the client nothing."""
+    async with router_world(decode=2) as world:
+        world.d.plan(Step(prelude=b": ping\n\n", error_after=0))
+        async with world.complete(stream=True) as response:
+            assert response.status == 200
+            assert len(await events_of(response)) == 3
+
+
+async def test_a_stream_that_is_none_is_an_error_of_the_engine() -> None:
+    async with router_world(retries=0) as world:
+        world.d.plan(Step(stream_type="application/json"))
+        async with world.complete(stream=True) as response:
+            assert response.status == 502
+            assert "not events" in (await response.json())["error"]["message"]
+        await world.legs_ended()
+
+
+async def test_a_stream_that_arrives_while_its_request_ends_is_closed() -> None:
+    """The client leaves in the moment between the first event and its relay: the leg must not stay open."""
+    closed = asyncio.Event()
+
+    class LateStream(DecodeStream):
+        def __init__(self) -> None:
+            pass
+
+        def close(self) -> None:
+            closed.set()
+
+    async def answered() -> DecodeStream:
+        return LateStream()
+
+    decode = asyncio.create_task(answered())
+    await decode
+    prefill = asyncio.create_task(asyncio.Event().wait())
+    legs = _Legs(worker=Worker("http://p", Role.PREFILL), source=source(), prefill=prefill, decode=decode)
+    await legs.cancel()
+    await closed.wait()
+    assert prefill.cancelled()
+
+
 async def test_the_decode_budget_ends() -> None:
     """The only decode engine keeps failing: its status and a cause, after as many retries as allowed."""
     async with router_world(retries=2) as world:
@@ -329,7 +372,7 @@ async def test_a_late_prefill_answer_still_shows_a_restart() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_does_not_read_is_hung_up_on_at_its_deadline(stream: bool) -> None:
     """Hostile or stuck: its connection, its slot and what is buffered for it are given back."""
-    async with router_world(request_timeout_seconds=1.0) as world:
+    async with router_world(request_timeout_seconds=3600.0) as world:
         world.d.plan(Step(tokens=("x" * 1_000_000,) * 15))
         body = json.dumps({"prompt": "a", "stream": stream}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -337,6 +380,9 @@ async def test_a_client_that_does_not_read_is_hung_up_on_at_its_deadline(stream:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
         writer.write(head.encode() + body)
         await world.d.received(1)
+        await world.client_stuck()
+        (bound,) = world.router.api.bounds
+        bound.reschedule(asyncio.get_running_loop().time())
         await until(lambda: world.count("push", "error", "timeout"))
         await world.legs_ended()
         received = bytearray()
