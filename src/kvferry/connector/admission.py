@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from kvferry.connector import compat
 from kvferry.connector.requests import read_params
 from kvferry.errors import HandoffError
 
@@ -44,7 +45,7 @@ def check_request(config: Any, params: Any) -> None:
     """Refuse what this engine cannot honour.
 
     Raises:
-        ValueError: names the key; vLLM's servers answer it with 400.
+        VLLMValidationError: names the key; vLLM's servers answer it with 400.
     """
     transfer = getattr(config, "kv_transfer_config", None)
     if transfer is None or transfer.kv_connector not in CONNECTORS:
@@ -56,7 +57,7 @@ def check_request(config: Any, params: Any) -> None:
     try:
         read_params(given, produces=transfer.is_kv_producer, consumes=transfer.is_kv_consumer)
     except HandoffError as error:
-        raise ValueError(str(error)) from error
+        raise compat.refusal(str(error), error.field) from error
 
 
 def _checked(method: Callable[..., Any]) -> Callable[..., Any]:

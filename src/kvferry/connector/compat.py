@@ -89,6 +89,13 @@ def can_fail_receives() -> bool:
     return hasattr(importlib.import_module(_BASE), "KVConnectorTransferResults")
 
 
+def refusal(message: str, field: str) -> Exception:
+    """What a front end raises so that its client gets HTTP 400 with `field` as the parameter at fault."""
+    exceptions = importlib.import_module("vllm.exceptions")
+    refused: Exception = exceptions.VLLMValidationError(message, parameter=field)
+    return refused
+
+
 def transfer_results(finished: Finished) -> Any:
     """The engine's own value for `finished` (0.31 and later)."""
     base = importlib.import_module(_BASE)

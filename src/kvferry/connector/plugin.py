@@ -38,9 +38,5 @@ def register() -> None:
 
 
 def _log_as_vllm_does() -> None:
-    """vLLM gives handlers to its own loggers only; ours would lose everything below a warning."""
-    ours, theirs = logging.getLogger("kvferry"), logging.getLogger("vllm")
-    if not ours.handlers and theirs.handlers:
-        ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.level)
-        ours.propagate = False
+    """vLLM configures its own loggers only, and late: ours become their children."""
+    logging.getLogger("kvferry").parent = logging.getLogger("vllm")

@@ -1,4 +1,4 @@
-"""Starting a rank's agent and an engine's directory: where transport, clock and network are chosen."""
+"""Starting a rank's agent and an engine's directory, from what vLLM says of the engine."""
 
 from __future__ import annotations
 
@@ -9,25 +9,21 @@ import secrets
 from pathlib import PurePath
 from typing import Any
 
-import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from kvferry import __version__
-from kvferry.agent.agent import Agent
 from kvferry.agent.directory import Directory, RankEntry
-from kvferry.agent.directory_client import DirectoryClient
 from kvferry.agent.directory_server import DirectoryServer
 from kvferry.agent.links import Identity
 from kvferry.connector import compat
 from kvferry.connector.caches import Model, Tensor, describe_caches
 from kvferry.connector.facts import EngineFacts, only_spec
+from kvferry.connector.launch import make_agent, recorder
 from kvferry.connector.metadata import Handshake
 from kvferry.connector.settings import Settings
-from kvferry.connector.worker import FerryWorker, Ready
-from kvferry.ids import Incarnation, PeerName, Rank, peer_name
-from kvferry.layout.spec import CacheSpec, encode_spec
-from kvferry.transport.base import Transport
-from kvferry.transport.nixl import NixlTransport
+from kvferry.connector.worker import FerryWorker
+from kvferry.ids import Incarnation, Rank, peer_name
+from kvferry.layout.spec import encode_spec
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +58,7 @@ class WorkerStart:
             block_count=facts.block_count,
         )
         identity = Identity(facts.engine, _shared_incarnation(), rank)
-        agent = _make_agent(identity, caches.spec, settings)
+        agent = make_agent(identity, caches.spec, settings)
         handshake = Handshake(
             engine=identity.engine,
             incarnation=identity.incarnation,
@@ -78,7 +74,7 @@ class WorkerStart:
             ratio=caches.ratio,
             drain_seconds=settings.drain_seconds,
             can_start_over=compat.can_fail_receives(),
-            record=_recorder(next(iter(tensors.values()))),
+            record=recorder(next(iter(tensors.values()))),
         )
         if settings.corrupt_block is not None:
             logger.warning(
@@ -130,21 +126,6 @@ def open_directory(settings: Settings, handshakes: list[Handshake]) -> Directory
     return server
 
 
-def _make_agent(identity: Identity, cache: CacheSpec, settings: Settings) -> Agent:
-    def make_transport(name: PeerName) -> Transport:
-        return NixlTransport(
-            name,
-            backends=settings.backends,
-            progress_thread=settings.progress_thread,
-            num_threads=settings.num_threads,
-        )
-
-    resolver = DirectoryClient(
-        secret=settings.side_channel_secret, deadline_seconds=settings.limits.handshake_seconds
-    )
-    return Agent(identity, cache, make_transport, settings.limits, resolver)
-
-
 def _shared_incarnation() -> Incarnation:
     """One random id for all ranks of this engine: that of its first rank."""
     mine = secrets.token_hex(8)
@@ -182,20 +163,6 @@ def _model_name(model: Any) -> str:
 
 def _plain(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _recorder(tensor: Any) -> Any:
-    """How to mark the end of a forward pass on the caches' device; None on a CPU, where it has ended."""
-    if tensor.device.type != "cuda":
-        return None
-
-    def record() -> Ready:
-        event = torch.cuda.Event()
-        event.record()
-        ready: Ready = event.query
-        return ready
-
-    return record
 
 
 def _damage(tensors: dict[str, Any], block: int, ratio: int) -> None:

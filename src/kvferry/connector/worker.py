@@ -7,6 +7,7 @@ pass, `save`, `collect` (`save` may come after `collect` under speculative decod
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ from kvferry.connector.metadata import FerryMetadata, PreemptAnswer, RankIndex, 
 from kvferry.connector.stats import FerryStats
 from kvferry.connector.worker_consumer import Reported, WorkerConsumer
 from kvferry.connector.worker_producer import WorkerProducer
-from kvferry.ids import BlockId, TransferId
+from kvferry.ids import BlockId, TransferId, redacted
 from kvferry.layout.spans import from_spans
 from kvferry.protocol import reasons
 from kvferry.protocol.commands import (
@@ -39,6 +40,8 @@ from kvferry.protocol.commands import (
     Result,
     Withdraw,
 )
+
+logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 Damage = Callable[[BlockId], None]
@@ -228,6 +231,14 @@ class FerryWorker:
                 out.events.append(ended)
                 candidates.append(result.transfer)
         elif isinstance(result, ReceiveFailed):
+            if not result.cancelled:
+                logger.warning(
+                    "request %s: the KV of transfer %s has not come beyond token %d: %s",
+                    result.consumer,
+                    redacted(result.transfer),
+                    result.valid_until,
+                    result.reason,
+                )
             self._consumer.failed(result, out)
         elif isinstance(result, BlocksSafe):
             self._consumer.safe(result, out)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.exceptions import VLLMValidationError
 
 from kvferry.connector import admission, compat, plugin
 from kvferry.connector.connector import FerryConnector
@@ -15,6 +18,8 @@ from kvferry.errors import UsageError
 def _registry(monkeypatch):
     monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))
     KVConnectorFactory._registry.pop(plugin.NAME, None)
+    ours = logging.getLogger("kvferry")
+    monkeypatch.setattr(ours, "parent", ours.parent)
 
 
 def test_the_name_is_all_that_a_user_writes():
@@ -29,13 +34,22 @@ def test_registering_twice_is_harmless():
     assert plugin.NAME in KVConnectorFactory._registry
 
 
-def test_an_old_vllm_is_warned_of_and_not_broken(monkeypatch, caplog):
+def test_an_old_vllm_is_warned_of_and_not_broken(monkeypatch):
     """The plugin is called in every vLLM of the machine, whether it uses the connector or not."""
+    lines = []
     monkeypatch.setattr(compat, "engine_version", lambda: "0.28.0")
-    with caplog.at_level("WARNING", logger="kvferry.connector.plugin"):
-        plugin.logger.propagate = True
-        plugin.register()
+    monkeypatch.setattr(plugin.logger, "warning", lambda text, *args: lines.append(text % args))
+    plugin.register()
     assert plugin.NAME not in KVConnectorFactory._registry
+    assert "0.29" in lines[0]
+
+
+def test_our_lines_go_where_vllms_go():
+    plugin.register()
+    parent = logging.getLogger("kvferry.connector.scheduler").parent
+    while parent is not None and parent.name != "vllm":
+        parent = parent.parent
+    assert parent is logging.getLogger("vllm")
 
 
 def test_admission_is_installed_once(monkeypatch):
@@ -80,13 +94,14 @@ BAD = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_host": "h", "
 
 @pytest.mark.parametrize("how", ["position", "keyword"])
 def test_malformed_params_are_refused_before_an_engine_sees_them(how):
-    """S01: a ValueError there is a 400 to the client, and it names the key."""
+    """S01: vLLM's own validation error is a 400 to the client, and it names the key."""
     process = admission._checked(_Processor.process_inputs)
     args, kwargs = (
         (("r", "p", _Params(BAD)), {}) if how == "position" else (("r", "p"), {"params": _Params(BAD)})
     )
-    with pytest.raises(ValueError, match="remote_port"):
+    with pytest.raises(VLLMValidationError, match="remote_port") as caught:
         process(_Processor(), *args, **kwargs)
+    assert caught.value.parameter == "remote_port"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +118,7 @@ def test_all_else_passes_untouched(processor, given):
 
 
 def test_the_wrong_role_is_refused():
-    with pytest.raises(ValueError, match="do_remote_decode"):
+    with pytest.raises(VLLMValidationError, match="do_remote_decode"):
         admission._checked(_Processor.process_inputs)(
             _Processor(role="kv_consumer"), "r", "p", _Params({"do_remote_decode": True})
         )

@@ -6,6 +6,7 @@ import pytest
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
+from kvferry.connector import compat
 from kvferry.protocol.commands import (
     AnnounceCommand,
     BlocksSafe,
@@ -23,6 +24,10 @@ SOURCE = {
     "remote_port": 5601,
     "transfer_id": "transfer-one",
 }
+
+starts_over = pytest.mark.skipif(
+    not compat.can_fail_receives(), reason="this vLLM cannot throw one request's prefix away"
+)
 
 
 def received(name="r", transfer="transfer-one"):
@@ -212,6 +217,7 @@ def test_a_fenced_failure_fails_the_request_under_the_other_policy(engine_of):
     assert engine.is_clean
 
 
+@starts_over
 def test_an_unfenced_failure_starts_over_in_other_blocks(engine_of):
     """The old blocks are pinned until nobody can write into them; the request does not wait for that."""
     engine = waiting_engine(engine_of, prompt=70)
@@ -231,6 +237,7 @@ def test_an_unfenced_failure_starts_over_in_other_blocks(engine_of):
     assert engine.is_clean
 
 
+@starts_over
 def test_an_unfenced_failure_behind_a_local_prefix_leaves_its_sharers_alone(engine_of):
     """Another request that uses the same cached prefix is not recomputed."""
     engine = engine_of()
@@ -248,6 +255,7 @@ def test_an_unfenced_failure_behind_a_local_prefix_leaves_its_sharers_alone(engi
     assert engine.is_clean
 
 
+@starts_over
 def test_an_unfenced_failure_fails_under_the_other_policy_and_stays_pinned(engine_of):
     engine = waiting_engine(engine_of, policy="fail")
     engine.agent.say(failed(valid_until=0, fenced=False))
@@ -256,6 +264,21 @@ def test_an_unfenced_failure_fails_under_the_other_policy_and_stays_pinned(engin
     assert engine.pool.get_num_free_blocks() == engine.blocks_free_at_start - 3
     engine.agent.say(BlocksSafe("transfer-one", "r"))
     engine.steps(2)
+    assert engine.is_clean
+
+
+@pytest.mark.skipif(compat.can_fail_receives(), reason="this vLLM starts over at once")
+def test_an_unfenced_failure_waits_for_the_fence_on_an_older_engine(engine_of):
+    """0.29: the request waits, at most as long as the permission runs, and keeps what is good."""
+    engine = waiting_engine(engine_of, prompt=70)
+    engine.agent.say(failed(valid_until=40, fenced=False))
+    engine.steps(3)
+    assert engine.scheduler.requests["r"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.agent.say(BlocksSafe("transfer-one", "r"))
+    engine.step()
+    planned = engine.step()
+    assert planned.num_scheduled_tokens == {"r": 70 - 32}
+    engine.steps(4)
     assert engine.is_clean
 
 
@@ -308,6 +331,7 @@ def test_blocks_that_wait_are_capped_and_one_is_always_admitted(engine_of):
     assert engine.is_clean
 
 
+@starts_over
 def test_quarantine_past_its_share_admits_no_more(engine_of):
     engine = waiting_engine(engine_of, prompt=70, extra=(("quarantine_share", 0.05),))
     engine.agent.say(failed(valid_until=0, fenced=False))
@@ -337,6 +361,7 @@ def test_ranks_receive_together(engine_of):
     assert engine.is_clean
 
 
+@starts_over
 def test_one_unfenced_rank_quarantines_for_all(engine_of):
     engine = waiting_engine(engine_of, prompt=70, ranks=2)
     engine.agents[0].say(failed(valid_until=0, fenced=False))
