@@ -61,6 +61,8 @@ class Deployment:
                 raise UsageError(f"{option} must be from 1 to {ENGINES_MAX}, not {count}")
         if self.cache_gib is not None and self.cache_gib < 1:
             raise UsageError(f"--kv-cache-gib must be at least 1, not {self.cache_gib}")
+        if self.gpus_per_engine is not None and self.gpus_per_engine < 1:
+            raise UsageError(f"--gpus-per-engine must be at least 1, not {self.gpus_per_engine}")
         if self.accelerators and len(self.accelerators) != len(self.roles):
             raise UsageError(
                 f"--accelerators names {len(self.accelerators)} engines, but {len(self.roles)} are to be "
@@ -213,6 +215,11 @@ def _engine_command(
 
 
 def _cpu_environments(deployment: Deployment) -> list[dict[str, str]]:
+    if deployment.accelerators or deployment.gpus_per_engine is not None:
+        raise UsageError(
+            "--accelerators and --gpus-per-engine need a GPU build of vLLM; the one installed here runs on "
+            "the CPU"
+        )
     ranks = [tensor_parallel_size(deployment.arguments(role)) for role in deployment.roles]
     bindings = split_cores(sorted(os.sched_getaffinity(0)), ranks)
     space = str(deployment.cache_gib or CPU_CACHE_GIB_DEFAULT)

@@ -24,6 +24,11 @@ COMMANDS = {
         "kvferry.cli.demo",
         "compare a prefill and a decode engine with one engine alone, token for token",
     ),
+    "selftest": (
+        "kvferry.cli.selftest",
+        "move KV between two processes' memory, CPU or GPU, and verify every byte",
+    ),
+    "bench": ("kvferry.cli.bench", "measure one part of kvferry, e.g. what its hooks cost an engine"),
     "tiny-model": ("kvferry.cli.tiny_model", "write a small random model for tests and demos"),
     "version": ("kvferry.cli.version", "print the versions of kvferry, vLLM, NIXL and torch"),
 }

@@ -98,6 +98,13 @@ def test_the_operators_arguments_come_last_and_win() -> None:
     assert "--max-num-seqs" not in decode.command
 
 
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("changes", [{"accelerators": ("0", "1")}, {"gpus_per_engine": 1}])
+def test_accelerators_on_the_cpu_are_wrong_use(changes: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match="need a GPU build of vLLM"):
+        engine_specs(deployment(**changes))
+
+
 @pytest.mark.usefixtures("on_gpu")
 def test_on_gpus_each_engine_gets_as_many_as_it_has_ranks() -> None:
     specs = engine_specs(deployment(prefill_arguments=("-tp=2",), cache_gib=2))
@@ -128,6 +135,7 @@ def test_a_model_on_disk_needs_no_hub(tmp_path: Path) -> None:
         ({"prefill": 0}, "--prefill must be from 1 to 256, not 0"),
         ({"decode": 257}, "--decode must be from 1 to 256, not 257"),
         ({"cache_gib": 0}, "--kv-cache-gib must be at least 1"),
+        ({"gpus_per_engine": 0}, "--gpus-per-engine must be at least 1"),
         ({"accelerators": ("0",)}, "--accelerators names 1 engines, but 2 .* prefill-0, decode-0"),
     ],
 )

@@ -145,7 +145,7 @@ def test_the_best_tokens_are_far_apart_beside_the_error_of_float32(llama: NumpyL
 
 @pytest.mark.parametrize("block", [0, 1])
 def test_damage_to_any_block_of_the_prompt_changes_the_answer(llama: NumpyLlama, block: int) -> None:
-    for prompt in prompts(3, PROMPT_TOKENS):
+    for prompt in prompts(2, PROMPT_TOKENS):
         damaged = prompt.copy()
         damaged[block * 128 : (block + 1) * 128] = reversed(prompt[block * 128 : (block + 1) * 128])
-        assert llama.greedy(prompt, 4) != llama.greedy(damaged, 4)
+        assert llama.greedy(prompt, 3) != llama.greedy(damaged, 3)

@@ -1,0 +1,110 @@
+"""Measure one part of kvferry.
+
+hooks   what kvferry's hooks cost an engine's main thread, per step and per request; needs vLLM, no GPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvferry.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvferry.connector.hook_costs import Figure, Options, Report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One sub-command per measurement."""
+    commands = parser.add_subparsers(
+        dest="measurement", required=True, metavar="WHAT", help="what to measure"
+    )
+    hooks = commands.add_parser("hooks", help="what the hooks cost an engine's main thread")
+    hooks.set_defaults(measure=_hooks)
+    hooks.add_argument(
+        "--requests",
+        type=int,
+        default=24,
+        metavar="N",
+        help="requests that finish together (default: %(default)s)",
+    )
+    hooks.add_argument(
+        "--blocks", type=int, default=128, metavar="N", help="blocks per request (default: %(default)s)"
+    )
+    hooks.add_argument(
+        "--repeats",
+        type=int,
+        default=30,
+        metavar="N",
+        help="of one request's life; of groups a third as many (default: %(default)s)",
+    )
+    hooks.add_argument(
+        "--layers", type=int, default=16, metavar="N", help="layers of the cache (default: %(default)s)"
+    )
+    hooks.add_argument(
+        "--transport",
+        choices=("nixl", "memory"),
+        default="nixl",
+        help="what the agents beside the measured thread move bytes with (default: %(default)s)",
+    )
+    hooks.add_argument("--json", type=Path, metavar="FILE", help="write all figures there too")
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Run the measurement that was named."""
+    return int(namespace.measure(namespace))
+
+
+def _hooks(namespace: argparse.Namespace) -> int:
+    for name, least in (("requests", 2), ("blocks", 4), ("repeats", 1), ("layers", 1)):
+        if getattr(namespace, name) < least:
+            raise UsageError(f"--{name} must be at least {least}, not {getattr(namespace, name)}")
+    if importlib.util.find_spec("vllm") is None:
+        raise UsageError("the hooks are vLLM's and vLLM is not installed here; run it where the engines run")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from kvferry.connector.hook_costs import Options, measure  # noqa: PLC0415 - needs vLLM
+
+    options = Options(
+        requests=namespace.requests,
+        blocks=namespace.blocks,
+        repeats=namespace.repeats,
+        layers=namespace.layers,
+        transport=namespace.transport,
+    )
+    report = measure(options)
+    if namespace.json is not None:
+        namespace.json.write_text(json.dumps({"options": asdict(options), **asdict(report)}, indent=2) + "\n")
+    for lines in (_table("per hook", report.hooks), _table("per step and request", report.figures)):
+        print("\n".join(lines), end="\n\n")
+    for problem in report.problems:
+        print(problem)
+    print(_verdict(report, options))
+    return 1 if report.problems else 0
+
+
+def _table(title: str, figures: Sequence[Figure]) -> list[str]:
+    width = max(len(figure.name) for figure in figures)
+    head = f"{'side':<9}{title + ', us':<{width}}{'median':>9}{'p95':>9}{'cpu':>9}{'cpu p95':>9}{'times':>8}"
+    return [head] + [
+        f"{one.side:<9}{one.name:<{width}}{one.median:>9.1f}{one.p95:>9.1f}"
+        f"{one.cpu_median:>9.1f}{one.cpu_p95:>9.1f}{one.count:>8}"
+        for one in figures
+    ]
+
+
+def _verdict(report: Report, options: Options) -> str:
+    parts = []
+    for side, ratio in report.ratios.items():
+        step = report.figure(side, "step, idle").median
+        request = report.figure(side, "request, whole life, 1 at once").median
+        parts.append(
+            f"{side} {step:.0f} us per step, {request:.0f} us per request, x{ratio:.2f} at {options.requests}"
+        )
+    return f"hooks {'over their limits' if report.problems else 'within limits'}: {'; '.join(parts)}"
