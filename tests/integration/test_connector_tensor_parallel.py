@@ -13,6 +13,16 @@ from tests.support.engine_processes import EngineProcess, Fleet, tokens
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 
+# Four ranks wait for each other by spinning; on two cores a step takes up to half a minute, agents included.
+PATIENT = {
+    "silence_seconds": 200,
+    "handshake_seconds": 200,
+    "unknown_seconds": 200,
+    "permission_seconds": 200,
+    "slice_seconds": 200,
+    "kv_lease_duration": 400,
+}
+
 
 async def test_every_rank_gets_its_part(tmp_path):
     model = tmp_path / "model"
@@ -25,6 +35,7 @@ async def test_every_rank_gets_its_part(tmp_path):
             role,
             name,
             core="0|1",
+            extra=PATIENT,
             arguments=("--tensor-parallel-size", "2"),
         )
         for name, role in (("p", "kv_producer"), ("d", "kv_consumer"))

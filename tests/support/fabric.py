@@ -62,7 +62,7 @@ class Rig:
         limits: FabricLimits | None = None,
         auto_advance: bool = True,
         notify_on_poll: bool = True,
-        disconnect_fences: bool = True,
+        disconnect_fences: bool = False,
     ) -> None:
         self.clock = FakeClock()
         self.fabric = MemoryFabric(

@@ -53,6 +53,9 @@ class Step:
     close: bool = False
     """Close the connection instead of answering."""
     tokens: tuple[str, ...] = (" one", " two")
+    prelude: bytes = b""
+    """What a stream begins with before its first event."""
+    stream_type: str = "text/event-stream; charset=utf-8"
     after_first: asyncio.Event | None = None
     break_after: int | None = None
     """Close the connection after so many events of a stream."""
@@ -180,8 +183,9 @@ class FakeEngine:
         return web.json_response(self._answer(received, step))
 
     async def _stream(self, step: Step, received: Received, request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        response = web.StreamResponse(headers={"Content-Type": step.stream_type})
         await response.prepare(request)
+        await response.write(step.prelude)
         for number, event in enumerate(_stream_events(received, step)):
             if number == step.break_after:
                 return _close(request)

@@ -19,7 +19,7 @@ from kvferry.agent.agent import Agent
 from kvferry.agent.directory import Directory, RankEntry
 from kvferry.agent.links import Identity
 from kvferry.connector.caches import Model, describe_caches
-from kvferry.ids import EngineId, Incarnation, Rank
+from kvferry.ids import EngineId, Incarnation, PeerName, Rank
 from kvferry.layout.spec import encode_spec
 from kvferry.protocol.limits import Limits
 from kvferry.transport.memory import MemoryFabric, MemoryTransport
@@ -55,53 +55,74 @@ class Phonebook:
 
 
 class Member:
-    """One engine: scheduler, worker side, agent, KV memory."""
+    """One engine: scheduler, and per rank worker side, agent and KV memory.
+
+    The ranks hold `HEADS` heads each of a model that has as many in all.
+    """
 
     def __init__(self, name: str, model: Path, fabric: MemoryFabric, book: Phonebook, shape: Shape) -> None:
-        self.memory = torch.zeros(len(LAYERS), shape.blocks, HEADS, BLOCK_TOKENS, 2 * HEAD_SIZE)
-        caches = describe_caches(
-            {layer: self.memory[index] for index, layer in enumerate(LAYERS)},
-            model=Model("tiny", "float32", "float32", HEADS, is_mla=False, facts={}),
-            rank=Rank(0, 0),
-            tp=1,
-            pp=1,
-            block_tokens=BLOCK_TOKENS,
-            block_count=shape.blocks,
+        self.memories = [
+            torch.zeros(len(LAYERS), shape.blocks, HEADS, BLOCK_TOKENS, 2 * HEAD_SIZE)
+            for _ in range(shape.ranks)
+        ]
+        self.agents: list[Agent] = []
+        self.peers: list[PeerName] = []
+        entries = []
+        for tp, memory in enumerate(self.memories):
+            caches = describe_caches(
+                {layer: memory[index] for index, layer in enumerate(LAYERS)},
+                model=Model("tiny", "float32", "float32", HEADS * shape.ranks, is_mla=False, facts={}),
+                rank=Rank(0, tp),
+                tp=shape.ranks,
+                pp=1,
+                block_tokens=BLOCK_TOKENS,
+                block_count=shape.blocks,
+            )
+            identity = Identity(EngineId(name), Incarnation("first"), Rank(0, tp))
+            agent = Agent(identity, caches.spec, lambda peer: MemoryTransport(fabric, peer), FAST, book)
+            self.agents.append(agent)
+            self.peers.append(identity.peer)
+            entries.append(
+                RankEntry(
+                    pp=0,
+                    tp=tp,
+                    peer=identity.peer,
+                    metadata=agent.start(),
+                    cache=encode_spec(caches.spec),
+                )
+            )
+        book.directories[EngineId(name)] = Directory(
+            engine=EngineId(name),
+            incarnation=Incarnation("first"),
+            tp_size=shape.ranks,
+            pp_size=1,
+            ranks=tuple(entries),
         )
-        identity = Identity(EngineId(name), Incarnation("first"), Rank(0, 0))
-        self.agent = Agent(identity, caches.spec, lambda peer: MemoryTransport(fabric, peer), FAST, book)
-        entry = RankEntry(
-            pp=0, tp=0, peer=identity.peer, metadata=self.agent.start(), cache=encode_spec(caches.spec)
-        )
-        book.directories[identity.engine] = Directory(
-            engine=identity.engine, incarnation=identity.incarnation, tp_size=1, pp_size=1, ranks=(entry,)
-        )
-        self.engine = Engine(model, [self.agent], shape)
+        self.engine = Engine(model, self.agents, shape)
         self.engine.forward = self._forward
         self.computed_tokens: dict[str, int] = {}
         """Tokens that the engine has computed itself, by request."""
 
-    def _forward(self, planned: Any) -> None:
+    def _forward(self, rank: int, planned: Any) -> None:
         for name, count in planned.num_scheduled_tokens.items():
             request = self.engine.scheduler.requests[name]
             stop = request.num_computed_tokens
-            self.computed_tokens[name] = self.computed_tokens.get(name, 0) + count
+            if rank == 0:
+                self.computed_tokens[name] = self.computed_tokens.get(name, 0) + count
             # Under asynchronous scheduling the newest tokens are not known yet; the sampler always says 7.
             tokens = list(request.all_token_ids[:stop])
-            expected = prefix_values(tokens + [7] * (stop - len(tokens)))
+            expected = prefix_values(tokens + [7] * (stop - len(tokens))) + rank / 2
             blocks = torch.tensor(self.engine.blocks_of(name))
             positions = torch.arange(stop)
-            where = blocks[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS
-            for layer, memory in enumerate(self.memory):
-                values = (expected + layer)[:, None, None]
-                found = memory[where[0], :, where[1], :]
-                good = found[: stop - count] == values[: stop - count]
+            block, slot = blocks[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS
+            old, new = slice(0, stop - count), slice(stop - count, stop)
+            for layer, memory in enumerate(self.memories[rank]):
+                values = (expected + layer)[:, None, None].expand(stop, HEADS, 2 * HEAD_SIZE)
+                good = memory[block[old], :, slot[old], :] == values[old]
                 if not bool(good.all()):
                     first = int((~good).nonzero()[0][0])
                     raise AssertionError(f"{name}: KV of token {first} of {stop - count} is wrong")
-                memory[where[0][stop - count :], :, where[1][stop - count :], :] = values[
-                    stop - count :
-                ].expand(count, HEADS, 2 * HEAD_SIZE)
+                memory[block[new], :, slot[new], :] = values[new]
 
 
 class Pair:
@@ -146,7 +167,8 @@ class Pair:
     def close(self) -> None:
         """Stop the agents."""
         for member in (self.producer, self.consumer):
-            member.engine.workers[0].close(5.0)
+            for worker in member.engine.workers:
+                worker.close(5.0)
 
 
 def prefix_values(tokens: list[int]) -> torch.Tensor:

@@ -1,9 +1,8 @@
 """A second process with a NixlTransport: the parent writes into it, asks it things and kills it.
 
 Run as `python -m tests.support.nixl_peer NAME BYTES`; it prints one JSON line when it is ready. Messages to
-it: `fill N` fills its buffer, `sum` is answered with the buffer's checksum, `metadata <bytes>` makes it connect,
-`write N M` writes N bytes of its buffer M times into the parent's memory, `quit` ends it. It answers `sum`
-and writes only to a parent whose metadata it has.
+it: `metadata <bytes>` makes it connect to the sender, `fill N` fills its buffer, `sum` is answered with the
+buffer's checksum, `write N M` writes N bytes of its buffer M times into the sender's memory, `quit` ends it.
 """
 
 from __future__ import annotations

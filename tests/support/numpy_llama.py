@@ -1,4 +1,4 @@
-"""A Llama in numpy, float64: slow, plain, and independent of every engine."""
+"""A Llama in numpy: slow, plain, and independent of every engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file
 
-Array = npt.NDArray[np.float64]
+Array = npt.NDArray[np.float32]
 
 
 class NumpyLlama:
@@ -18,24 +18,29 @@ class NumpyLlama:
 
     def __init__(self, directory: Path) -> None:
         self.config: dict[str, Any] = json.loads((directory / "config.json").read_text())
-        weights = load_file(directory / "model.safetensors")
-        self._weights: dict[str, Array] = {name: value.astype(np.float64) for name, value in weights.items()}
+        self._weights: dict[str, Array] = load_file(directory / "model.safetensors")
 
     def logits(self, tokens: list[int]) -> Array:
         """The logits of every position, shape `[tokens, vocabulary]`."""
-        hidden = self._weights["model.embed_tokens.weight"][tokens]
-        for layer in range(self.config["num_hidden_layers"]):
-            prefix = f"model.layers.{layer}."
-            hidden = hidden + self._attention(prefix, self._norm(hidden))
-            hidden = hidden + self._mlp(prefix, self._norm(hidden))
-        return self._norm(hidden) @ self._weights["lm_head.weight"].T
+        return self._head(self._states(tokens))
 
     def greedy(self, tokens: list[int], count: int) -> list[int]:
         """The next `count` tokens."""
         tokens = list(tokens)
         for _ in range(count):
-            tokens.append(int(self.logits(tokens)[-1].argmax()))
+            tokens.append(int(self._head(self._states(tokens)[-1:]).argmax()))
         return tokens[-count:]
+
+    def _states(self, tokens: list[int]) -> Array:
+        hidden: Array = self._weights["model.embed_tokens.weight"][tokens]
+        for layer in range(self.config["num_hidden_layers"]):
+            prefix = f"model.layers.{layer}."
+            hidden = hidden + self._attention(prefix, self._norm(hidden))
+            hidden = hidden + self._mlp(prefix, self._norm(hidden))
+        return hidden
+
+    def _head(self, hidden: Array) -> Array:
+        return self._project("lm_head", self._norm(hidden))
 
     def _norm(self, hidden: Array) -> Array:
         # The tiny model's norm weights are 1.
@@ -56,7 +61,9 @@ class NumpyLlama:
         angles = np.arange(heads.shape[1])[:, None] * frequencies
         first, second = heads[..., :half], heads[..., half:]
         sine, cosine = np.sin(angles), np.cos(angles)
-        return np.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+        rotated = np.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+        single: Array = rotated.astype(np.float32)
+        return single
 
     def _attention(self, prefix: str, hidden: Array) -> Array:
         group = self.config["num_attention_heads"] // self.config["num_key_value_heads"]

@@ -56,6 +56,16 @@ class RouterWorld:
         for worker in self.router.pool.workers():
             await self.router.monitor.check(worker)
 
+    async def client_stuck(self) -> None:
+        """Wait until what the router has to send to a client that does not read stays as it is."""
+        seen: list[int] = []
+        while not (len(seen) > 500 and min(seen[-500:]) == max(seen[-500:]) > 1 << 16):
+            await asyncio.sleep(0)
+            server = self.router._runner.server
+            assert server is not None
+            transports = [connection.transport for connection in server.connections]
+            seen.append(sum(each.get_write_buffer_size() for each in transports if each is not None))
+
     async def legs_ended(self) -> None:
         """Wait until no worker has a slot taken."""
         await until(lambda: not any(worker.in_flight for worker in self.router.pool.workers()))

@@ -41,6 +41,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvferry.connector import compat
 from kvferry.connector.metadata import Handshake
 from kvferry.connector.scheduler import FerryScheduler
 from kvferry.connector.stats import FerryStats
@@ -177,15 +178,18 @@ class Engine:
             }
         )
         self.workers = [
-            FerryWorker(agent, rank=rank, block_tokens=BLOCK_TOKENS) for rank, agent in enumerate(agents)
+            FerryWorker(
+                agent, rank=rank, block_tokens=BLOCK_TOKENS, can_start_over=compat.can_fail_receives()
+            )
+            for rank, agent in enumerate(agents)
         ]
         self._aggregator = KVOutputAggregator(len(self.workers))
         self._planned: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self.outputs: dict[str, list[EngineCoreOutput]] = {}
         self.stats = FerryStats()
         """Everything that the connector's statistics have said so far."""
-        self.forward: Callable[[Any], None] | None = None
-        """Runs between a step's `begin` and `save`, in place of a model."""
+        self.forward: Callable[[int, Any], None] | None = None
+        """Runs on each rank between a step's `begin` and `save`, in place of a model."""
         self.fail_forward = False
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.blocks_free_at_start = self.pool.get_num_free_blocks()
@@ -283,20 +287,21 @@ class Engine:
                 req_ids=names,
                 req_id_to_index={name: index for index, name in enumerate(names)},
                 sampled_token_ids=[self._sampled(name, planned) for name in names],
-                kv_connector_output=self._hooks(worker, planned),
+                kv_connector_output=self._hooks(rank, planned),
             )
-            for worker in self.workers
+            for rank in range(len(self.workers))
         ]
         output = self._aggregator.aggregate(list(outputs))
         assert output is not None
         return output
 
-    def _hooks(self, worker: FerryWorker, planned: Any) -> KVConnectorOutput:
+    def _hooks(self, rank: int, planned: Any) -> KVConnectorOutput:
+        worker = self.workers[rank]
         metadata = pickle.loads(pickle.dumps(planned.kv_connector_metadata))
         worker.preempt(metadata.preempt)
         worker.begin(metadata)
         if self.forward is not None:
-            self.forward(planned)
+            self.forward(rank, planned)
         worker.save(metadata, succeeded=not self.fail_forward)
         finished = worker.collect(planned.finished_req_ids).finished
         fields: dict[str, Any] = {}
