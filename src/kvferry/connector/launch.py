@@ -31,6 +31,8 @@ def make_agent(identity: Identity, cache: CacheSpec, settings: Settings) -> Agen
             name,
             backends=settings.backends,
             progress_thread=settings.progress_thread,
+            retry_bound_seconds=settings.retry_bound_seconds,
+            allow_untested=settings.allow_untested_nixl,
             num_threads=settings.num_threads,
         )
 

@@ -46,6 +46,8 @@ class _Keys(msgspec.Struct, frozen=True, kw_only=True):
     backends: tuple[str, ...] = ("UCX",)
     num_threads: int = 0
     progress_thread: bool = False
+    retry_bound_seconds: float = 30.0
+    allow_untested_nixl: bool = False
     waiting_blocks_share: float = 0.5
     quarantine_share: float = 0.1
     drain_seconds: float = 1.0
@@ -68,6 +70,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     backends: tuple[str, ...]
     num_threads: int
     progress_thread: bool
+    retry_bound_seconds: float
+    """After so long the backend has given up on what it had accepted; twice this outlasts a permission."""
+    allow_untested_nixl: bool
     waiting_blocks_share: float
     """Share of the cache that may wait for remote KV; beyond it the scheduler is told to ask again."""
     quarantine_share: float
@@ -103,6 +108,8 @@ def read_settings(
         backends=keys.backends,
         num_threads=_least("num_threads", keys.num_threads, 0),
         progress_thread=keys.progress_thread,
+        retry_bound_seconds=_least("retry_bound_seconds", keys.retry_bound_seconds, 1),
+        allow_untested_nixl=keys.allow_untested_nixl,
         waiting_blocks_share=_share("waiting_blocks_share", keys.waiting_blocks_share),
         quarantine_share=_share("quarantine_share", keys.quarantine_share),
         drain_seconds=_least("drain_seconds", keys.drain_seconds, 0),

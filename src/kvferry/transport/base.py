@@ -71,7 +71,10 @@ class Transport(Protocol):
         ...
 
     def disconnect(self, peer: PeerName) -> None:
-        """Forget a peer and tear its connection down. Unknown peers are ignored."""
+        """Forget a peer: nothing new is sent, and what is in flight to it must come to its end by polling.
+
+        It is no fence: a peer that lives can still write into our memory. Unknown peers are ignored.
+        """
         ...
 
     def send(self, peer: PeerName, payload: bytes) -> None:

@@ -14,6 +14,8 @@ def test_defaults_bind_loopback_and_push():
     assert settings.advertise_host == "127.0.0.1"
     assert settings.mode == "push"
     assert settings.progress_thread is False
+    assert settings.retry_bound_seconds == 30.0
+    assert settings.allow_untested_nixl is False
     assert settings.backends == ("UCX",)
 
 
