@@ -62,6 +62,8 @@ class Ended(msgspec.Struct, frozen=True):
     bytes: int = 0
     handover_seconds: float | None = None
     write_seconds: float | None = None
+    lost_tokens: int = 0
+    """Of a failed receive: tokens that did not come and have to be computed here."""
     failed: bool = False
     cancelled: bool = False
 

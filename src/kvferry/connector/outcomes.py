@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.connector.facts import EngineFacts
 from kvferry.connector.metadata import Ended, RequestId
-from kvferry.connector.stats import BYTES, HANDOVER, TRANSFERS, WRITE, FerryStats
+from kvferry.connector.stats import BYTES, HANDOVER, LOST_TOKENS, TRANSFERS, WRITE, FerryStats
 from kvferry.protocol import reasons
 
 MODE = "push"
@@ -44,6 +44,10 @@ class Outcomes:
         moved = sum(event.bytes for event in events)
         if moved:
             self._stats.count(BYTES, moved, labels=(MODE,))
+        # What one rank lacks all ranks have to compute.
+        lost = max(event.lost_tokens for event in events)
+        if lost:
+            self._stats.count(LOST_TOKENS, lost)
         for name, seconds in (
             (HANDOVER, [event.handover_seconds for event in events]),
             (WRITE, [event.write_seconds for event in events]),

@@ -19,6 +19,7 @@ GAUGES = "gauges"
 TRANSFERS = "kvferry_transfers"
 BYTES = "kvferry_transfer_bytes"
 BYTES_EARLY = "kvferry_bytes_before_prefill_end"
+LOST_TOKENS = "kvferry_lost_tokens"
 LEGACY_PAIRINGS = "kvferry_legacy_pairings"
 REFUSED_PARAMS = "kvferry_refused_params"
 HANDOVER = "kvferry_handover_seconds"
@@ -31,6 +32,7 @@ COUNTER_LABELS: dict[str, tuple[str, ...]] = {
     TRANSFERS: ("mode", "outcome", "reason"),
     BYTES: ("mode",),
     BYTES_EARLY: ("mode",),
+    LOST_TOKENS: (),
     LEGACY_PAIRINGS: (),
     REFUSED_PARAMS: ("field",),
 }
@@ -41,6 +43,7 @@ _HELP = {
     TRANSFERS: "Transfers that ended, by outcome.",
     BYTES: "KV bytes that this engine has pushed or received.",
     BYTES_EARLY: "KV bytes that were posted before the prefill of their request had ended.",
+    LOST_TOKENS: "Prompt tokens whose KV did not come: computed here, or the request failed.",
     LEGACY_PAIRINGS: "Requests without a transfer_id, paired by the base of their X-Request-Id.",
     REFUSED_PARAMS: "Requests that ran locally because a key of their kv_transfer_params was wrong.",
     HANDOVER: "From the end of prefill until no consumer needs the source blocks.",

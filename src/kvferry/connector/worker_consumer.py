@@ -95,13 +95,17 @@ class WorkerConsumer:
         if destination is None or destination.failed_at is not None:
             return
         destination.failed_at = result.valid_until
+        cancelled = result.cancelled or destination.withdrawn
+        starts_over = not result.fenced and self._can_start_over
+        good_until = destination.receive.start if starts_over else result.valid_until
         out.events.append(
             Ended(
                 rank=self._rank,
                 request=destination.request,
                 reason=result.reason,
+                lost_tokens=0 if cancelled else destination.receive.stop - good_until,
                 failed=True,
-                cancelled=result.cancelled or destination.withdrawn,
+                cancelled=cancelled,
             )
         )
         if result.fenced:

@@ -167,6 +167,20 @@ def test_an_old_engine_waits_for_the_fence_and_then_keeps_the_good_prefix(agent)
     assert worker.take_bad_blocks() == {11, 20, 21, 22}
 
 
+@pytest.mark.parametrize(
+    ("fenced", "withdrawn", "lost"),
+    [(True, False, 52), (False, False, 68), (True, True, 0)],
+    ids=["keeps the good prefix", "starts over", "nobody waits any more"],
+)
+def test_lost_tokens_are_those_that_have_to_be_computed_here(agent, fenced, withdrawn, lost):
+    worker = worker_of(agent)
+    worker.begin(FerryMetadata(commands=[RECEIVE]))
+    agent.say(ReceiveFailed("t", "r", "peer_lost", 48, fenced=fenced, cancelled=withdrawn))
+    worker.collect(())
+    [ended] = [event for event in worker.take_report().events if isinstance(event, Ended)]
+    assert ended.lost_tokens == lost
+
+
 def test_a_failure_is_reported_once(agent):
     worker = worker_of(agent)
     worker.begin(FerryMetadata(commands=[RECEIVE]))
