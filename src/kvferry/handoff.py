@@ -176,7 +176,9 @@ class _Reader:
         if value is None:
             return None
         if not isinstance(value, str) or not value:
-            raise HandoffError(key, f"must be a text, not {_shown(value)}")
+            # By its type alone: what stands here by mistake may be a secret.
+            found = "an empty one" if value == "" else type(value).__name__
+            raise HandoffError(key, f"must be a text, not {found}")
         if len(value) > TEXT_CHARACTERS_MAX or not value.isprintable():
             raise HandoffError(key, f"must be printable and have at most {TEXT_CHARACTERS_MAX} characters")
         return value
@@ -220,5 +222,11 @@ class _Reader:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}... ({type(value).__name__})"
+    """Enough of a hostile value to find it by; a large one is never rendered whole."""
+    if isinstance(value, str):
+        return repr(value) if len(value) <= 40 else f"{value[:40]!r}..."
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"a number of {value.bit_length()} bits"
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    return type(value).__name__

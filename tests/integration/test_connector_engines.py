@@ -44,7 +44,7 @@ def engines(model):
 
 @pytest.fixture
 async def fleet(engines):
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
         yield Fleet(session, *engines)
 
 

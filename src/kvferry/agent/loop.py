@@ -41,6 +41,8 @@ RECENT_SECONDS = 0.002
 """Pause while peers have spoken within the last second."""
 IDLE_SECONDS = 0.02
 """Pause otherwise; what it delays is the first message after a silence, never the end of a prefill."""
+STALL_SECONDS = 1.0
+"""A step that comes later than this is worth a warning: something holds the processor or Python's lock."""
 GAUGE_SECONDS = 0.25
 """How often the states of transfers are counted for the metrics."""
 
@@ -98,6 +100,7 @@ class Loop:
         self._closing = False
         self._heard_at = clock()
         self._gauged_at = 0.0
+        self._due_at = clock()
 
     @property
     def quiet(self) -> bool:
@@ -112,6 +115,7 @@ class Loop:
     def step(self) -> float:
         """Do everything that is due; returns how many seconds may pass unless something arrives."""
         self.stats.steps += 1
+        self._notice_stall()
         self._take_commands()
         self._receive()
         self._peers.lose(self._posts.poll(self._clock))
@@ -124,7 +128,16 @@ class Loop:
         self._carry_out()
         self._peers.leave(self._posts.peers)
         self._report()
-        return self._pause()
+        pause = self._pause()
+        self._due_at = self._clock() + pause
+        return pause
+
+    def _notice_stall(self) -> None:
+        late_seconds = self._clock() - self._due_at
+        if late_seconds >= STALL_SECONDS:
+            # Peers may have taken us for silent meanwhile; whoever looks for the reason finds it here.
+            self.stats.stalls += 1
+            logger.warning("the transfer thread was kept from running for %.1f s", late_seconds)
 
     # --- in --------------------------------------------------------------------------------------
 

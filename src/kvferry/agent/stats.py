@@ -26,6 +26,8 @@ class Stats:
     peers_lost: int = 0
     hellos_refused: int = 0
     steps: int = 0
+    stalls: int = 0
+    """Steps that came more than a second late."""
     gauges: dict[str, int] = field(default_factory=dict)
     """States of transfers and receptions, as `producer_<state>` and `consumer_<state>`."""
 

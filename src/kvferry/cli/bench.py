@@ -9,6 +9,7 @@ import argparse
 import importlib.util
 import json
 import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,16 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=30,
         metavar="N",
-        help="of one request's life; of groups a third as many (default: %(default)s)",
-    )
-    hooks.add_argument(
-        "--layers", type=int, default=16, metavar="N", help="layers of the cache (default: %(default)s)"
-    )
-    hooks.add_argument(
-        "--transport",
-        choices=("nixl", "memory"),
-        default="nixl",
-        help="what the agents beside the measured thread move bytes with (default: %(default)s)",
+        help="at most, fewer where time is short (default: %(default)s)",
     )
     hooks.add_argument("--json", type=Path, metavar="FILE", help="write all figures there too")
 
@@ -63,26 +55,24 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def _hooks(namespace: argparse.Namespace) -> int:
-    for name, least in (("requests", 2), ("blocks", 4), ("repeats", 1), ("layers", 1)):
+    for name, least in (("requests", 2), ("blocks", 4), ("repeats", 1)):
         if getattr(namespace, name) < least:
             raise UsageError(f"--{name} must be at least {least}, not {getattr(namespace, name)}")
+    if namespace.json is not None and not namespace.json.parent.is_dir():
+        raise UsageError(f"--json: there is no directory {namespace.json.parent}; make it first")
     if importlib.util.find_spec("vllm") is None:
         raise UsageError("the hooks are vLLM's and vLLM is not installed here; run it where the engines run")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from kvferry.connector.hook_costs import Options, measure  # noqa: PLC0415 - needs vLLM
 
-    options = Options(
-        requests=namespace.requests,
-        blocks=namespace.blocks,
-        repeats=namespace.repeats,
-        layers=namespace.layers,
-        transport=namespace.transport,
-    )
-    report = measure(options)
+    options = Options(namespace.requests, namespace.blocks, namespace.repeats)
+    report = measure(options, progress=_say)
     if namespace.json is not None:
         namespace.json.write_text(json.dumps({"options": asdict(options), **asdict(report)}, indent=2) + "\n")
     for lines in (_table("per hook", report.hooks), _table("per step and request", report.figures)):
         print("\n".join(lines), end="\n\n")
+    if report.repeats < options.repeats:
+        print(f"time was short: {report.repeats} of {options.repeats} repeats")
     for problem in report.problems:
         print(problem)
     print(_verdict(report, options))
@@ -100,11 +90,16 @@ def _table(title: str, figures: Sequence[Figure]) -> list[str]:
 
 
 def _verdict(report: Report, options: Options) -> str:
-    parts = []
-    for side, ratio in report.ratios.items():
-        step = report.figure(side, "step, idle").median
-        request = report.figure(side, "request, whole life, 1 at once").median
-        parts.append(
-            f"{side} {step:.0f} us per step, {request:.0f} us per request, x{ratio:.2f} at {options.requests}"
-        )
-    return f"hooks {'over their limits' if report.problems else 'within limits'}: {'; '.join(parts)}"
+    medians = {(figure.side, figure.name): figure.median for figure in report.figures}
+    many = options.requests
+    parts = [
+        f"{side} {medians[side, 'step, idle']:.0f} us per idle step, "
+        f"{medians[side, 'request, whole life, 1 at once']:.0f} us per request, "
+        f"{medians[side, f'request, whole life, {many} at once']:.0f} us each with {many} at once"
+        for side in ("prefill", "decode")
+    ]
+    return f"hooks {'OVER THEIR LIMITS' if report.problems else 'within limits'}: {'; '.join(parts)}"
+
+
+def _say(progress: str) -> None:
+    print(progress, file=sys.stderr, flush=True)

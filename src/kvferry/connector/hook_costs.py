@@ -5,7 +5,7 @@ hear of it cost beyond an idle step. A step's cost is that of both sides' hooks,
 one thread. Prefill and decode engine share this process, so two agents compete with the measured thread
 where an engine has one: the figures are the upper end.
 
-Limits are on medians of elapsed time. 24 requests that live and finish together may cost `RATIO_MAX` times as
+Limits are on medians of elapsed time. Requests that live and finish together may cost `RATIO_MAX` times as
 much each as one alone; the excess over 1 is for what two medians on a shared machine differ by.
 """
 
@@ -17,11 +17,20 @@ import os
 import secrets
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from kvferry.connector.hook_engine import BLOCK_TOKENS, NO_COST, Chunk, Cost, Engine, Shape, engine_pair
+from kvferry.connector.hook_engine import (
+    BLOCK_TOKENS,
+    NO_COST,
+    Chunk,
+    Cost,
+    Engine,
+    MakeAgent,
+    engine_pair,
+)
+from kvferry.connector.launch import make_agent
 from kvferry.errors import KvferryError
 
 STEP_MICROSECONDS_MAX = 200.0
@@ -31,9 +40,18 @@ RATIO_MAX = 1.2
 CHUNKS = 4
 ADVANCING = 16
 """Prefill requests that advance by a chunk in one step."""
+LEAST_MICROSECONDS = 1.0
+"""What can be told from nothing."""
 WARM_UPS = 3
+ONE_GROUP_IN = 3
+"""One repeat in so many runs groups of requests too."""
 IDLE_STEPS_PER_REPEAT = 20
-TRANSFER_SECONDS_MAX = 60.0
+WARM_UP_SECONDS_MAX = 8.0
+MEASURE_SECONDS_MAX = 35.0
+"""No repeat begins after this; with the start and one repeat more, a run stays under a minute."""
+TRANSFER_SECONDS_MAX = 30.0
+
+Progress = Callable[[str], None]
 
 
 class BenchError(KvferryError):
@@ -42,19 +60,16 @@ class BenchError(KvferryError):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How much to measure. `repeats` for one request; groups are repeated a third as often."""
+    """How much to measure: at most so many `repeats`, of `requests` that live and finish together."""
 
     requests: int = 24
     blocks: int = 128
     repeats: int = 30
-    layers: int = 16
-    transport: Literal["nixl", "memory"] = "nixl"
-    forward_seconds: float = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Microseconds of something that was measured `count` times."""
+    """Microseconds of something that was measured `count` times. A `limit` is one on the median."""
 
     side: str
     name: str
@@ -63,6 +78,7 @@ class Figure:
     p95: float
     cpu_median: float
     cpu_p95: float
+    limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +88,10 @@ class Report:
     figures: tuple[Figure, ...]
     hooks: tuple[Figure, ...]
     ratios: dict[str, float]
-    """Per side: cost per request of many together over that of one alone."""
+    """Cost per request of many together over that of one alone, of whole lives and of ends."""
     problems: tuple[str, ...]
-
-    def figure(self, side: str, name: str) -> Figure:
-        """The figure of that name."""
-        return next(figure for figure in self.figures if (figure.side, figure.name) == (side, name))
+    repeats: int
+    """Fewer than were asked for where time was short."""
 
 
 @dataclass(slots=True)
@@ -102,32 +116,38 @@ class _Side:
         """A step; what it costs beyond an idle one is charged if it has to do with a request."""
         step = self.engine.step(chunks)
         if step.eventful:
-            self.life += Cost(step.cost.wall - self.idle.wall, step.cost.cpu - self.idle.cpu)
+            self.life += step.cost - self.idle
         else:
-            self.add("step, transfers under way, no event", step.cost)
+            self.add(WAITING, step.cost)
         return step.cost, step.sent, step.received
 
 
-def measure(options: Options) -> Report:
+IDLE = "step, idle"
+WAITING = "step, transfers under way, no event"
+ADVANCE = f"step, {ADVANCING} prefills advance by a chunk"
+LIFE = "request, whole life"
+FINISH = "request, end of prefill"
+
+
+def measure(
+    options: Options, progress: Progress = lambda _: None, make_agent: MakeAgent = make_agent
+) -> Report:
     """Measure everything and compare it with the limits.
 
     Raises:
         BenchError: a transfer did not end.
         UsageError, TransportError: an agent could not be started.
     """
-    # The directories are for this process alone, of which they would warn; and NIXL greets on standard output.
+    # The directories would warn that they serve this host alone; and NIXL greets on standard output.
     logging.getLogger("kvferry.agent.directory_server").setLevel(logging.ERROR)
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    shape = Shape(
-        cache_blocks=2 * max(options.requests, ADVANCING) * options.blocks + 1,
-        layers=options.layers,
-        transport=options.transport,
-        forward_seconds=options.forward_seconds,
-    )
-    with engine_pair(shape) as (prefill, decode):
-        sides = _Side("prefill", prefill), _Side("decode", decode)
+    progress("starting a prefill and a decode engine's hooks and agents")
+    cache_blocks = 2 * max(options.requests, ADVANCING) * options.blocks + 1
+    with engine_pair(cache_blocks, make_agent) as engines:
+        sides = _Side("prefill", engines[0]), _Side("decode", engines[1])
         bench = _Bench(options, *sides)
-        bench.run(WARM_UPS, group_repeats=1)
+        progress("warming up")
+        bench.run(WARM_UPS, WARM_UP_SECONDS_MAX)
         for side in sides:
             side.samples.clear()
             side.engine.meter.hooks.clear()
@@ -135,10 +155,10 @@ def measure(options: Options) -> Report:
         gc.collect()
         gc.freeze()
         try:
-            bench.run(options.repeats, group_repeats=max(1, options.repeats // 3))
+            repeats = bench.run(options.repeats, MEASURE_SECONDS_MAX, progress)
         finally:
             gc.unfreeze()
-    return _report(options, sides)
+    return _report(options, sides, repeats)
 
 
 class _Bench:
@@ -150,21 +170,25 @@ class _Bench:
         self._decode = decode
         self._coordinates = prefill.engine.coordinates()
 
-    def run(self, repeats: int, group_repeats: int) -> None:
-        """Everything, so many times."""
-        for _ in range(repeats):
+    def run(self, repeats: int, seconds_max: float, progress: Progress = lambda _: None) -> int:
+        """Everything, so many times or until time is up, at least once; returns how many times."""
+        deadline = time.monotonic() + seconds_max
+        for repeat in range(repeats):
+            if repeat and time.monotonic() > deadline:
+                return repeat
             self._idle()
             self._transfer(1)
-        for _ in range(group_repeats):
-            self._idle()
-            self._transfer(self._options.requests)
-            self._transfer(ADVANCING)
+            if repeat % ONE_GROUP_IN == 0:
+                progress(f"repeat {repeat + 1} of {repeats}")
+                for count in dict.fromkeys((self._options.requests, ADVANCING)):
+                    self._transfer(count)
+        return repeats
 
     def _idle(self) -> None:
         for side in (self._prefill, self._decode):
             for _ in range(IDLE_STEPS_PER_REPEAT):
-                side.add("step, idle", side.engine.step().cost)
-            costs = side.samples["step, idle"]
+                side.add(IDLE, side.engine.step().cost)
+            costs = side.samples[IDLE]
             side.idle = Cost(
                 int(statistics.median(cost.wall for cost in costs)),
                 int(statistics.median(cost.cpu for cost in costs)),
@@ -184,8 +208,8 @@ class _Bench:
         finished += prefill.engine.meter.take()
         prefill.life += finished
         cost, sent, _ = prefill.step()
-        finished += Cost(cost.wall - prefill.idle.wall, cost.cpu - prefill.idle.cpu)
-        prefill.add(_each("finish, per request", count), _divided(finished, count))
+        finished += cost - prefill.idle
+        prefill.add(_each(FINISH, count), finished // count)
         self._settle(len(sent), count)
         decode.engine.meter.take()
         for request in decoding:
@@ -195,7 +219,7 @@ class _Bench:
         for side in (prefill, decode):
             if not side.engine.is_clean:
                 raise BenchError(f"the {side.name} engine still holds blocks after its requests have ended")
-            side.add(_each("request, whole life", count), _divided(side.life, count))
+            side.add(_each(LIFE, count), side.life // count)
 
     def _arrive_at_decode(self, transfers: Sequence[str]) -> list[Any]:
         engine, tokens = self._decode.engine, self._options.blocks * BLOCK_TOKENS
@@ -233,7 +257,7 @@ class _Bench:
             self._prefill.charge()
             cost, _, _ = self._prefill.step(chunks)
             if len(requests) == ADVANCING and number:
-                self._prefill.add(f"step, {ADVANCING} prefills advance by a chunk", cost)
+                self._prefill.add(ADVANCE, cost)
         return requests
 
     def _settle(self, sent: int, count: int) -> None:
@@ -255,41 +279,45 @@ def _each(name: str, count: int) -> str:
     return f"{name}, {count} at once"
 
 
-def _divided(cost: Cost, count: int) -> Cost:
-    return Cost(cost.wall // count, cost.cpu // count)
-
-
-def _report(options: Options, sides: Sequence[_Side]) -> Report:
+def _report(options: Options, sides: Sequence[_Side], repeats: int) -> Report:
     figures = tuple(
-        _figure(side.name, name, costs) for side in sides for name, costs in sorted(side.samples.items())
+        _figure(side.name, name, costs, _limit(name))
+        for side in sides
+        for name, costs in sorted(side.samples.items())
     )
     hooks = tuple(
         _figure(side.name, name, costs) for side in sides for name, costs in side.engine.meter.hooks.items()
     )
-    report = Report(figures, hooks, {}, ())
-    one, many = (_each("request, whole life", count) for count in (1, options.requests))
+    medians = {(figure.side, figure.name): figure.median for figure in figures}
     ratios = {
-        side.name: report.figure(side.name, many).median / report.figure(side.name, one).median
-        for side in sides
+        # On a disturbed machine an idle step may cost more than the one with a request's end.
+        f"{side}, {name}": medians[side, _each(name, options.requests)]
+        / max(medians[side, _each(name, 1)], LEAST_MICROSECONDS)
+        for side, name in (("prefill", LIFE), ("prefill", FINISH), ("decode", LIFE))
     }
-    return Report(figures, hooks, ratios, tuple(_problems(report, ratios, options)))
+    return Report(figures, hooks, ratios, tuple(_problems(figures, ratios, options)), repeats)
 
 
-def _problems(report: Report, ratios: dict[str, float], options: Options) -> Iterator[str]:
-    for figure in report.figures:
-        step = figure.name in {"step, idle", "step, transfers under way, no event"}
-        limit = STEP_MICROSECONDS_MAX if step else REQUEST_MICROSECONDS_MAX
-        if (step or figure.name.startswith("request")) and figure.median > limit:
-            yield f"{figure.side}, {figure.name}: {figure.median:.0f} us, at most {limit:.0f} are allowed"
-    for side, ratio in ratios.items():
+def _limit(name: str) -> float:
+    return STEP_MICROSECONDS_MAX if name.startswith("step") else REQUEST_MICROSECONDS_MAX
+
+
+def _problems(figures: Iterable[Figure], ratios: dict[str, float], options: Options) -> Iterator[str]:
+    for figure in figures:
+        if figure.limit is not None and figure.median > figure.limit:
+            yield (
+                f"{figure.side}, {figure.name}: {figure.median:.0f} us, {figure.cpu_median:.0f} of CPU time; "
+                f"at most {figure.limit:.0f} are allowed"
+            )
+    for name, ratio in ratios.items():
         if ratio > RATIO_MAX:
             yield (
-                f"{side}, {options.requests} requests at once cost {ratio:.2f} times as much each as one alone, "
+                f"{name}: {options.requests} at once cost {ratio:.2f} times as much each as one alone, "
                 f"at most {RATIO_MAX:g} are allowed"
             )
 
 
-def _figure(side: str, name: str, costs: Sequence[Cost]) -> Figure:
+def _figure(side: str, name: str, costs: Sequence[Cost], limit: float | None = None) -> Figure:
     wall, cpu = (sorted(getattr(cost, kind) / 1e3 for cost in costs) for kind in ("wall", "cpu"))
     return Figure(
         side,
@@ -299,6 +327,7 @@ def _figure(side: str, name: str, costs: Sequence[Cost]) -> Figure:
         _percentile(wall, 0.95),
         statistics.median(cpu),
         _percentile(cpu, 0.95),
+        limit,
     )
 
 

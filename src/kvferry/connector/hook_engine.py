@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,25 +29,28 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvferry.agent.agent import Agent
-from kvferry.agent.directory_client import DirectoryClient
 from kvferry.agent.links import Identity
 from kvferry.connector import compat
 from kvferry.connector.connector import FerryConnector
 from kvferry.connector.launch import make_agent
 from kvferry.connector.metadata import FerryMetadata, Handshake
-from kvferry.connector.settings import read_settings
+from kvferry.connector.settings import Settings, read_settings
 from kvferry.connector.worker import FerryWorker
 from kvferry.ids import BlockId, EngineId, Incarnation, Rank
 from kvferry.layout.describe import describe
 from kvferry.layout.spec import CacheSpec, encode_spec
-from kvferry.transport.memory import MemoryFabric, MemoryTransport
 
 BLOCK_TOKENS = 16
+LAYERS = 16
+"""Attention layers, each of which calls two hooks per step."""
 CONTENT_BYTES = 16
 """Per token and layer; hooks do not see bytes, so there are few."""
+FORWARD_SECONDS = 0.0005
 BYSTANDERS = 16
 """Requests without a transfer that are in every step, as on a busy engine."""
 CLOSE_SECONDS = 10.0
+
+MakeAgent = Callable[[Identity, CacheSpec, Settings], Agent]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,12 @@ class Cost:
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(self.wall + other.wall, self.cpu + other.cpu)
+
+    def __sub__(self, other: Cost) -> Cost:
+        return Cost(self.wall - other.wall, self.cpu - other.cpu)
+
+    def __floordiv__(self, count: int) -> Cost:
+        return Cost(self.wall // count, self.cpu // count)
 
 
 NO_COST = Cost(0, 0)
@@ -89,16 +98,6 @@ class Meter:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """What an engine is made of."""
-
-    cache_blocks: int
-    layers: int
-    transport: Literal["nixl", "memory"]
-    forward_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class Step:
     """What a step cost and brought. `eventful`: the connector was told or had to tell something."""
 
@@ -121,16 +120,14 @@ class Chunk:
 class Engine:
     """One engine. `close` at the end."""
 
-    def __init__(self, name: str, role: str, shape: Shape, fabric: MemoryFabric, seed: int = 0) -> None:
+    def __init__(self, name: str, role: str, cache_blocks: int, make_agent: MakeAgent) -> None:
         self.meter = Meter()
-        self._shape = shape
-        self._random = Random(seed)
-        self._pool = BlockPool(shape.cache_blocks, enable_caching=True, hash_block_size=BLOCK_TOKENS)
+        self._pool = BlockPool(cache_blocks, enable_caching=True, hash_block_size=BLOCK_TOKENS)
         self._held: dict[str, list[BlockId]] = {}
         self._finished: set[str] = set()
         self._bystanders = [f"{name}-bystander-{index}" for index in range(BYSTANDERS)]
-        # Not one block less than the first: id 0 is the pool's null block.
-        self._free = set(range(1, shape.cache_blocks))
+        # Id 0 is the pool's null block. In no order, so that a request's blocks hardly ever are neighbours.
+        self._free = Random(0).sample(range(1, cache_blocks), cache_blocks - 1)
         transfer = KVTransferConfig(
             kv_connector="FerryConnector",
             kv_role=role,
@@ -138,22 +135,13 @@ class Engine:
             # Every request shall get its memory at once, and the port shall be free.
             kv_connector_extra_config={"side_channel_port": 0, "waiting_blocks_share": 1.0},
         )
-        config, caches = _vllm_config(transfer), _kv_cache_config(shape)
+        config, caches = _vllm_config(transfer), _kv_cache_config(cache_blocks)
         self._scheduler = FerryConnector(config, KVConnectorRole.SCHEDULER, caches)
         self._worker = _WorkerSide(config, KVConnectorRole.WORKER, caches)
         identity = Identity(EngineId(name), Incarnation(secrets.token_hex(8)), Rank(0, 0))
-        self._memory, spec = _cache(shape)
-        settings = read_settings(transfer.kv_connector_extra_config, environment={})
-        self.agent = (
-            make_agent(identity, spec, settings)
-            if shape.transport == "nixl"
-            else Agent(
-                identity,
-                spec,
-                lambda peer: MemoryTransport(fabric, peer),
-                settings.limits,
-                DirectoryClient(),
-            )
+        self._memory, spec = _cache(cache_blocks)
+        self.agent = make_agent(
+            identity, spec, read_settings(transfer.kv_connector_extra_config, environment={})
         )
         handshake = Handshake(
             identity.engine, identity.incarnation, 0, 0, metadata=self.agent.start(), cache=encode_spec(spec)
@@ -168,7 +156,7 @@ class Engine:
         return (
             not self._held
             and not self._scheduler.has_pending_push_work()
-            and self._pool.get_num_free_blocks() == self._shape.cache_blocks - 1
+            and self._pool.get_num_free_blocks() == len(self._free) == len(self._pool.blocks) - 1
         )
 
     def coordinates(self) -> dict[str, Any]:
@@ -200,8 +188,7 @@ class Engine:
         self, request: Request, blocks: int, external_tokens: int = 0, *, announced: bool = True
     ) -> list[BlockId]:
         """Give the request blocks from all over the cache; `announced` to the connector, as the first are."""
-        chosen = self._random.sample(sorted(self._free), blocks)
-        self._free.difference_update(chosen)
+        chosen = [self._free.pop() for _ in range(blocks)]
         self._held.setdefault(request.request_id, []).extend(chosen)
         granted = [self._pool.blocks[block] for block in chosen]
         self._pool.touch(granted)
@@ -251,8 +238,8 @@ class Engine:
         call(worker.handle_preemptions, metadata)
         call(worker.bind_connector_metadata, metadata)
         # The model runs, and leaves the interpreter to the agent.
-        time.sleep(self._shape.forward_seconds)
-        call(worker.run_layers, self._shape.layers, name="wait_for_layer_load, save_kv_layer (all layers)")
+        time.sleep(FORWARD_SECONDS)
+        call(worker.run_layers, name="wait_for_layer_load, save_kv_layer (all layers)")
         call(worker.start_load_kv, None)
         call(worker.wait_for_save)
         output = KVConnectorOutput()
@@ -295,7 +282,7 @@ class Engine:
     def _free_blocks(self, name: str) -> None:
         blocks = self._held.pop(name, [])
         self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
-        self._free.update(blocks)
+        self._free += blocks
 
 
 class _WorkerSide(FerryConnector):
@@ -305,9 +292,9 @@ class _WorkerSide(FerryConnector):
         """What `register_kv_caches` does in an engine."""
         self._worker = worker
 
-    def run_layers(self, layers: int) -> None:
-        """The hooks that an attention layer calls."""
-        for _ in range(layers):
+    def run_layers(self) -> None:
+        """The hooks that the attention layers call."""
+        for _ in range(LAYERS):
             self.wait_for_layer_load("layer")
             self.save_kv_layer("layer", None, None)
 
@@ -337,25 +324,25 @@ def _vllm_config(transfer: KVTransferConfig) -> Any:
     )
 
 
-def _kv_cache_config(shape: Shape) -> KVCacheConfig:
+def _kv_cache_config(cache_blocks: int) -> KVCacheConfig:
     spec = FullAttentionSpec(
         block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=CONTENT_BYTES // 2, dtype=torch.uint8
     )
-    names = [f"model.layers.{layer}.self_attn.attn" for layer in range(shape.layers)]
+    names = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
     return KVCacheConfig(
-        num_blocks=shape.cache_blocks,
+        num_blocks=cache_blocks,
         kv_cache_tensors=[],
         kv_cache_groups=[KVCacheGroupSpec(names, spec)],
     )
 
 
-def _cache(shape: Shape) -> tuple[Any, CacheSpec]:
-    """The KV memory, layer by layer, and its description."""
-    memory = np.zeros(shape.layers * shape.cache_blocks * BLOCK_TOKENS * CONTENT_BYTES, dtype=np.uint8)
+def _cache(cache_blocks: int) -> tuple[Any, CacheSpec]:
+    """The KV memory, block by block, and its description."""
+    memory = np.zeros(LAYERS * cache_blocks * BLOCK_TOKENS * CONTENT_BYTES, dtype=np.uint8)
     group, region = describe(
-        "LBHNC",
-        layers=shape.layers,
-        blocks=shape.cache_blocks,
+        "BLHNC",
+        layers=LAYERS,
+        blocks=cache_blocks,
         heads=1,
         block_tokens=BLOCK_TOKENS,
         content_bytes=CONTENT_BYTES,
@@ -375,13 +362,16 @@ def _cache(shape: Shape) -> tuple[Any, CacheSpec]:
 
 
 @contextlib.contextmanager
-def engine_pair(shape: Shape) -> Iterator[tuple[Engine, Engine]]:
-    """A prefill and a decode engine in this process."""
-    fabric = MemoryFabric(random=Random(0), clock=time.monotonic)
+def engine_pair(cache_blocks: int, make_agent: MakeAgent = make_agent) -> Iterator[tuple[Engine, Engine]]:
+    """A prefill and a decode engine in this process.
+
+    Raises:
+        TransportError: an agent could not be started.
+    """
     with contextlib.ExitStack() as stack:
         engines = []
         for name, role in (("hooks-prefill", "kv_producer"), ("hooks-decode", "kv_consumer")):
-            engine = Engine(name, role, shape, fabric)
+            engine = Engine(name, role, cache_blocks, make_agent)
             stack.callback(engine.close)
             engines.append(engine)
         yield engines[0], engines[1]

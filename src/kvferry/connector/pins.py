@@ -43,14 +43,14 @@ class Pins:
             return
         self._blocks.setdefault(owner, []).extend(new)
         if self._pool is not None:
-            self._pool.touch([self._pool.blocks[block] for block in new])
+            self._pool.touch(list(map(self._pool.blocks.__getitem__, new)))
 
     def drop(self, owner: Hashable) -> None:
         """Give the owner's blocks back; unknown owners are ignored."""
         blocks = self._blocks.pop(owner, None)
         if blocks and self._pool is not None:
             # The tail first: a prefix is worth keeping longer.
-            self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
+            self._pool.free_blocks(list(map(self._pool.blocks.__getitem__, reversed(blocks))))
 
     def move(self, owner: Hashable, new_owner: Hashable) -> None:
         """Name another owner of `owner`'s blocks."""

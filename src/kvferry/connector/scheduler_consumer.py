@@ -54,6 +54,7 @@ class SchedulerConsumer:
         self._quarantined_blocks_max = int(facts.block_count * quarantine_share)
         self._requests: dict[RequestId, _Receiving] = {}
         self._receiving_blocks = 0
+        self._receiving_count = 0
         self._commands: list[Command] = []
         self._quarantine: dict[ConsumerId, set[RankIndex]] = {}
 
@@ -102,6 +103,7 @@ class SchedulerConsumer:
         receiving.state = _State.RECEIVING
         receiving.blocks = target
         self._receiving_blocks += len(target)
+        self._receiving_count += 1
         self._commands.append(
             Receive(
                 receiving.transfer, receiving.consumer, receiving.source, start, stop, (to_spans(target),)
@@ -135,6 +137,7 @@ class SchedulerConsumer:
                 continue
             receiving.state = _State.SETTLED
             self._receiving_blocks -= len(receiving.blocks)
+            self._receiving_count -= 1
             receiving.blocks = []
             if receiving.finished:
                 del self._requests[name]
@@ -183,8 +186,8 @@ class SchedulerConsumer:
 
     @property
     def receiving_count(self) -> int:
-        """Requests whose KV is on its way."""
-        return sum(receiving.state is _State.RECEIVING for receiving in self._requests.values())
+        """Requests whose KV is on its way; asked for in every step, so it is kept and not counted."""
+        return self._receiving_count
 
     def _withdraw(self, receiving: _Receiving, reason: str) -> None:
         cancelled = reasons.because(reasons.CANCELLED, reason)

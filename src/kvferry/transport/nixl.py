@@ -23,7 +23,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +83,9 @@ class _Peer:
     metadata: bytes
     regions: RegionIndex
     broken: bool = False
-    """NIXL has lost it; `connect` loads it anew."""
+    """Something has failed on the way to it; `connect` loads it anew."""
+    missing: bool = False
+    """NIXL does not find it any more; its next use loads it anew."""
     leaving: bool = False
     """Disconnected while transfers were in flight; NIXL forgets it when the last of them has ended."""
 
@@ -158,12 +160,25 @@ class _Peers:
             raise TransportError(f"not connected to {peer}; call connect with its metadata first")
         return known
 
+    def usable(self, peer: PeerName, is_busy: Callable[[PeerName], bool]) -> _Peer:
+        """As `known`; a peer that NIXL alone has lost is loaded anew first, for nobody else would mend it."""
+        known = self.known(peer)
+        if not known.missing or is_busy(peer):
+            return known
+        try:
+            self.add(peer, known.metadata, busy=False)
+        except TransportError as error:
+            self._peers[peer] = known
+            raise TransportError(str(error), retryable=True) from error
+        return self._peers[peer]
+
     def failure(self, peer: PeerName, error: Exception, what: str) -> TransportError:
         """NIXL's error as ours; after one that broke the way to the peer, `add` loads the same bytes anew."""
         mapped = mapped_error(error, what)
         known = self._peers.get(peer)
         if known is not None and (mapped.retryable or isinstance(mapped, PeerLostError)):
             known.broken = True
+            known.missing = type(error).__name__ == "nixlNotFoundError"
         return mapped
 
 
@@ -284,7 +299,7 @@ class NixlTransport:
         """
         self._enter()
         check_payload(payload, self._notification_bytes_max)
-        self._peers.known(peer)
+        self._peers.usable(peer, self._is_busy)
         try:
             self._agent.send_notif(peer, payload)
         except Exception as error:
@@ -378,7 +393,7 @@ class NixlTransport:
         if notify is not None:
             check_payload(notify, self._notification_bytes_max)
         check_runs(runs)
-        known = self._peers.known(peer)
+        known = self._peers.usable(peer, self._is_busy)
         ours, theirs = (runs.source, runs.target) if operation == "WRITE" else (runs.target, runs.source)
         if self._regions is None:
             raise UsageError("register memory before posting")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from vllm.v1.engine import FinishReason
+from vllm.v1.request import RequestStatus
 
 from kvferry.protocol.commands import Abandon, Advance, Drained, Expect, Finish, Preempt, Released
 from tests.support.vllm_engine import BLOCK_TOKENS
@@ -290,3 +291,17 @@ def test_two_steps_under_way_publish_in_order(engine_of):
     engine.agent.say(Released("transfer-one", "written"))
     engine.steps(1)
     assert engine.is_clean
+
+
+def test_a_normal_end_without_all_of_its_kv_is_no_hand_over(engine_of):
+    """P28: without all of its blocks the transfer fails; there is no empty success."""
+    engine = engine_of(step_tokens=32)
+    request = engine.add("r", 100, PREFILL)
+    engine.step()
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    keep, answer = engine.side.finish(request)
+    assert keep
+    assert answer is None
+    command = engine.side.producer._commands[-1]
+    assert isinstance(command, Abandon)
+    assert command.reason.startswith("incomplete")

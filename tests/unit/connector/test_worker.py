@@ -249,3 +249,13 @@ def test_the_test_hook_damages_the_block_of_that_index_before_it_is_published(ag
 def test_closing_closes_the_agent(agent):
     worker_of(agent).close(1.0)
     assert agent.closed == 1
+
+
+def test_blocks_of_a_request_that_nobody_waits_for_are_not_named(agent):
+    """They go back to the engine's pool with this report, where they may be another request's."""
+    worker = worker_of(agent)
+    worker.begin(FerryMetadata(commands=[RECEIVE]))
+    worker.collect(("r",))
+    agent.say(ReceiveFailed("t", "r", "cancelled", 32, fenced=True, cancelled=True))
+    assert worker.collect(()).finished.receiving == {"r"}
+    assert worker.take_bad_blocks() == set()

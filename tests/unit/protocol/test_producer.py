@@ -221,6 +221,19 @@ def test_slices_end_on_blocks_of_both_sides() -> None:
     assert list(second.target_blocks[0]) == [8, 9]
 
 
+def test_nothing_leaves_before_a_block_of_the_consumer_is_whole() -> None:
+    """Consumer blocks of 8 tokens are filled from ours of 4, and never in halves but for the prompt's end."""
+    rank = Rank(PeerFacts((8,), 8))
+    rank.command(Expect(T, 20), Advance(T, 12, 0, (((50, 3),),)))
+    rank.hear(register(20, groups=(((7, 3),),)))
+    (piece,) = rank.posts()
+    assert (piece.start, piece.stop, list(piece.target_blocks[0])) == (0, 8, [7])
+    rank.done(piece.slice)
+    rank.command(Advance(T, 20, 3, (((53, 2),),)))
+    (piece,) = rank.posts()
+    assert (piece.start, piece.stop, list(piece.target_blocks[0])) == (8, 16, [8])
+
+
 def test_every_cache_group_has_blocks_of_its_own() -> None:
     rank = Rank(PeerFacts((4, 8), 4), block_tokens=(4, 8))
     rank.command(Expect(T, 16), Advance(T, 16, 0, (((0, 4),), ((20, 2),))))
@@ -498,6 +511,24 @@ def test_a_renewal_keeps_the_lease_though_the_announcement_was_lost() -> None:
     assert rank.results() == [Released(T, "lease_expired")]
 
 
+@pytest.mark.parametrize("sign", ["announcement", "registration", "repeated registration"])
+def test_every_sign_of_life_keeps_the_lease(sign: str) -> None:
+    """P09, P13: what a consumer says first in the last second of a lease starts it anew."""
+    rank = Rank()
+    rank.command(*computed(8), Finish(T))
+    if sign == "repeated registration":
+        rank.hear(register(8, write_seconds=math.nextafter(0.0, 1.0)))
+    rank.at(29.0)
+    if sign == "announcement":
+        rank.hear(Announce(transfer=T, consumer=C))
+    else:
+        rank.hear(register(8))
+    rank.at(58.9)
+    assert rank.results() == []
+    rank.at(59.0)
+    assert rank.results() == [Released(T, "lease_expired")]
+
+
 def test_leases_end_each_at_its_own_time() -> None:
     """P12: the first one is renewed for ever and hides none of the others."""
     rank = Rank()
@@ -657,6 +688,36 @@ def test_the_source_is_released_when_every_rank_of_every_consumer_has_ended() ->
     rank.hear(register(4, sharers=2), D1)
     rank.done(3, *(piece.slice for piece in rank.posts()))
     assert rank.results() == [Released(T, "written")]
+
+
+def test_a_consumer_beyond_the_announced_number_is_served_before_the_release() -> None:
+    """P19: a registration that stands is never dropped without an answer."""
+    rank = Rank()
+    late = ConsumerId("c1")
+    rank.command(*computed(8), Finish(T))
+    rank.hear(register(8))
+    rank.hear(register(8, consumer=late, first=20), D1)
+    first, second = rank.posts()
+    rank.done(first.slice)
+    assert rank.results() == []
+    rank.done(second.slice)
+    assert rank.results() == [Released(T, "written")]
+
+
+@pytest.mark.parametrize("posted", [False, True])
+def test_a_consumer_that_never_got_its_turn_keeps_the_source_too(posted: bool) -> None:
+    rank = Rank(in_flight_per_peer=1)
+    rank.command(*computed(8), Finish(T))
+    rank.hear(register(8))
+    (piece,) = rank.posts()
+    rank.hear(register(8, consumer=ConsumerId("c1"), first=20))
+    if posted:
+        rank.done(piece.slice)
+        (piece,) = rank.posts()
+        assert list(piece.target_blocks[0]) == [20, 21]
+    assert rank.results() == []
+    rank.done(piece.slice)
+    assert rank.results() == ([Released(T, "written")] if posted else [])
 
 
 def test_one_transfer_and_three_withdrawals() -> None:
@@ -873,6 +934,27 @@ def test_a_slice_that_failed_is_posted_again_only_when_its_tokens_are_there_agai
     rank.command(Advance(T, 12, 3, ((),)))
     (again,) = rank.posts()
     assert (again.start, again.stop, list(again.source_blocks[0])) == (8, 12, [52])
+
+
+def test_only_a_restart_from_the_first_block_gives_a_preempted_request_blocks_again() -> None:
+    """P08, P28: a late advance of the life before names blocks that are another request's by now."""
+    rank = Rank()
+    rank.command(Expect(T, 16), Advance(T, 8, 0, (((0, 2),),)), Preempt((T,), 1))
+    rank.hear(register(16))
+    rank.command(Advance(T, 12, 2, (((2, 1),),)))
+    assert rank.posts() == []
+    rank.command(Advance(T, 8, 0, (((50, 2),),)))
+    assert [list(piece.source_blocks[0]) for piece in rank.posts()] == [[50, 51]]
+
+
+def test_a_request_that_was_preempted_in_its_last_step_hands_nothing_over() -> None:
+    """P28: every token was computed, and then its blocks were taken: an empty success is no success."""
+    rank = Rank()
+    rank.command(*computed(8), Preempt((T,), 1), Finish(T))
+    reason = "incomplete: 8 of 8 tokens computed, preempted"
+    assert rank.results() == [Drained(1), Released(T, reason)]
+    assert rank.hear(register(8)) == [Send(D0, failed(reason))]
+    assert rank.posts() == []
 
 
 def test_a_leased_transfer_whose_blocks_are_taken_back_fails() -> None:

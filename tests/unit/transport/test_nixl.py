@@ -285,6 +285,46 @@ def test_a_peer_that_nixl_lost_silently_works_again_after_connect(transport, nat
     assert transport.poll(transport.write(PEER, RUN)) is PostState.DONE
 
 
+def test_a_peer_that_nixl_lost_silently_is_loaded_anew_at_its_next_use(transport, native):
+    """A07: our side believes in the connection, so nobody would call `connect`."""
+    native[0].errors["send_notif"] = [native_error("nixlNotFoundError")]
+    with pytest.raises(TransportError) as caught:
+        transport.send(PEER, b"x")
+    assert caught.value.retryable
+    transport.send(PEER, b"x")
+    assert native[0].named("add_remote_agent") == [(b"theirs",), (b"theirs",)]
+    transport.send(PEER, b"x")
+    transport.write(PEER, RUN)
+    assert len(native[0].named("add_remote_agent")) == 2
+
+
+def test_a_lost_peer_is_not_removed_under_a_transfer_and_a_failed_load_is_tried_again(transport, native):
+    """A07, A11: nothing is taken away while bytes move, and one refusal is not the end."""
+    handle = transport.write(PEER, RUN)
+    native[0].errors["send_notif"] = [native_error("nixlNotFoundError")]
+    with pytest.raises(TransportError):
+        transport.send(PEER, b"x")
+    transport.send(PEER, b"x")
+    assert native[0].named("remove_remote_agent") == []
+    native[0].states = ["DONE"]
+    assert transport.poll(handle) is PostState.DONE
+    native[0].errors["add_remote_agent"] = [native_error("nixlMismatchError")]
+    with pytest.raises(TransportError, match="loading the metadata") as caught:
+        transport.send(PEER, b"x")
+    assert caught.value.retryable
+    transport.send(PEER, b"x")
+    assert native[0].named("remove_remote_agent") == [("peer",)] * 2
+
+
+def test_a_failure_of_the_backend_alone_removes_nobody(transport, native):
+    """A08: removing and adding a peer back to back is what fails; only a peer that is not found needs it."""
+    native[0].errors["send_notif"] = [native_error("nixlBackendError")]
+    with pytest.raises(TransportError):
+        transport.send(PEER, b"x")
+    transport.send(PEER, b"x")
+    assert native[0].named("remove_remote_agent") == []
+
+
 def test_connect_is_idempotent_and_another_life_replaces_the_first(transport, native):
     """A05, A21: the old state is removed before the new one is loaded."""
     transport.connect(PEER, metadata())

@@ -1,0 +1,375 @@
+"""Links coming up and going down between agents on a fake clock: who is told, what heals, what is bounded."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvferry.agent import links as links_module
+from kvferry.agent import peers as peers_module
+from kvferry.errors import TransportError
+from kvferry.ids import ConsumerId, EngineId, Incarnation, PeerName, TransferId, peer_name
+from kvferry.layout.spec import decode_spec, encode_spec
+from kvferry.protocol.codec import Encoder
+from kvferry.protocol.commands import (
+    Advance,
+    AnnounceCommand,
+    Expect,
+    Finish,
+    Received,
+    ReceiveFailed,
+    Released,
+    Withdraw,
+)
+from kvferry.protocol.limits import Limits
+from kvferry.protocol.messages import PROTOCOL_VERSION, Announce, AnyMessage, Hello
+from kvferry.transport.faults import MessageFault, PostFault
+from kvferry.transport.memory import Traffic
+from tests.support.ranks import BLOCK_TOKENS, TestRank, World, prefill, receive, source_of
+
+
+def pair(world: World) -> tuple[TestRank, TestRank]:
+    [producer] = world.engine("P", 1)
+    [consumer] = world.engine("D", 2)
+    return producer, consumer
+
+
+def transfer(number: int) -> TransferId:
+    return TransferId(f"transfer-{number:04}")
+
+
+def ask(producer: TestRank, consumer: TestRank, number: int, block: int = 20) -> None:
+    """Both legs of one transfer of one block."""
+    producer.do(*prefill(transfer(number), [3], BLOCK_TOKENS))
+    consumer.do(receive(transfer(number), "r", source_of(producer, 1), [block], BLOCK_TOKENS))
+
+
+def works(world: World, producer: TestRank, consumer: TestRank, number: int, block: int = 20) -> None:
+    """The next transfer ends well, and soon."""
+    before = len(consumer.of(Received))
+    ask(producer, consumer, number, block)
+    assert world.until(lambda: len(consumer.of(Received)) > before) < 0.5
+    assert consumer.block(block) == producer.block(3)
+
+
+def say(world: World, sender: TestRank, receiver: TestRank, message: AnyMessage) -> None:
+    """A message that the sender's own loop knows nothing of."""
+    del world
+    for payload in Encoder(1 << 16).encode(message):
+        sender.transport.send(receiver.peer, payload)
+
+
+# --- a link breaks and heals -----------------------------------------------------------------------
+
+
+def test_after_the_loss_of_a_connection_both_sides_meet_again() -> None:
+    """A07, A25: the producer's side finds the connection broken; the next transfer says Hello again."""
+    world = World()
+    producer, consumer = pair(world)
+    works(world, producer, consumer, 1)
+    world.fabric.exchange.nodes[consumer.peer].connections[producer.peer].alive = False
+    consumer.do(receive(transfer(2), "r", source_of(producer, 1), [21], BLOCK_TOKENS))
+    world.until(lambda: consumer.of(ReceiveFailed))
+    assert consumer.stats.peers_lost == 1
+    [failed] = consumer.of(ReceiveFailed)
+    assert failed.reason.startswith("peer_lost")
+    works(world, producer, consumer, 3, 22)
+    works(world, producer, consumer, 4, 23)
+    assert world.resolver.asked == [1, 1]
+
+
+def test_a_producer_that_lost_its_consumer_writes_again_when_it_speaks() -> None:
+    """A07: its own connection is gone; what it knows of the peer makes a new one, without a new Hello."""
+    world = World()
+    producer, consumer = pair(world)
+    works(world, producer, consumer, 1)
+    world.fabric.exchange.nodes[producer.peer].connections[consumer.peer].alive = False
+    ask(producer, consumer, 2, 21)
+    world.until(lambda: producer.stats.peers_lost == 1)
+    world.until(lambda: any(result.transfer == transfer(2) for result in consumer.results), 20.0)
+    works(world, producer, consumer, 3, 22)
+    assert world.resolver.asked == [1], "the consumer never noticed that it should look again"
+
+
+@pytest.mark.parametrize("seconds", [1.0, 5.0])
+def test_an_outage_is_lived_through(seconds: float) -> None:
+    """A25: both directions stand still for a while under ten transfers; all end, and the link works after."""
+    world = World()
+    producer, consumer = pair(world)
+    works(world, producer, consumer, 100)
+    for number in range(10):
+        ask(producer, consumer, number, 30 + number)
+    world.fabric.cut(producer.peer, consumer.peer)
+    world.fabric.cut(consumer.peer, producer.peer)
+    world.run(seconds)
+    world.fabric.heal(producer.peer, consumer.peer)
+    world.fabric.heal(consumer.peer, producer.peer)
+    world.until(lambda: len(consumer.of(Received)) + len(consumer.of(ReceiveFailed)) == 11, 60.0)
+    world.until(lambda: len(producer.of(Released)) == 11, 60.0)
+    works(world, producer, consumer, 200)
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("lost", range(4))
+def test_one_lost_message_ends_no_transfer(lost: int) -> None:
+    """A13: Hello, announcement, registration or the last write's notification: none is the only chance."""
+    world = World()
+    producer, consumer = pair(world)
+    ways = [(consumer.peer, producer.peer)] * 3 + [(producer.peer, consumer.peer)]
+    if lost:
+        works(world, producer, consumer, 1)
+    source = source_of(producer, 1)
+    if lost == 3:
+        consumer.do(receive(transfer(2), "r", source, [21], BLOCK_TOKENS))
+        world.run(0.05)
+    elif lost == 2:
+        consumer.do(AnnounceCommand(transfer(2), ConsumerId("r"), source))
+        world.run(0.05)
+    world.fabric.inject(*ways[lost], MessageFault.LOSE)
+    if lost == 1:
+        consumer.do(AnnounceCommand(transfer(2), ConsumerId("r"), source))
+        world.run(0.05)
+    if lost < 3:
+        consumer.do(receive(transfer(2), "r", source, [21], BLOCK_TOKENS))
+    producer.do(*prefill(transfer(2), [5], BLOCK_TOKENS))
+    world.until(lambda: consumer.results and consumer.results[-1].transfer == transfer(2), 60.0)
+    if lost:
+        assert consumer.of(Received)[-1].transfer == transfer(2)
+        assert consumer.block(21) == producer.block(5)
+    else:
+        # Hello is not repeated on a link that stands: silence fails the transfer, and tears the link down.
+        assert consumer.of(ReceiveFailed)
+        world.run(world.limits.write_seconds + 2 * consumer.transport.retry_bound_seconds + 1.0)
+    works(world, producer, consumer, 3, 22)
+
+
+def test_ten_completions_of_which_each_in_turn_is_lost() -> None:
+    """A13: the receiver counts on no single message: it renews, and is answered that all is there."""
+    world = World()
+    producer, consumer = pair(world)
+    works(world, producer, consumer, 100)
+    for number in range(10):
+        consumer.do(receive(transfer(number), "r", source_of(producer, 1), [30 + number], BLOCK_TOKENS))
+        world.run(0.01)
+        world.fabric.inject(producer.peer, consumer.peer, MessageFault.LOSE)
+        producer.do(*prefill(transfer(number), [number], BLOCK_TOKENS))
+        world.until(
+            lambda number=number: (
+                consumer.results[-1] == consumer.of(Received)[-1]
+                and consumer.results[-1].transfer == transfer(number)
+            )
+        )
+        assert consumer.block(30 + number) == producer.block(number)
+    world.until(lambda: len(producer.of(Released)) == 11)
+    world.assert_empty()
+
+
+def test_a_hundred_aborts_under_writes_release_nothing_before_its_end() -> None:
+    """A11: the fabric refuses the release of a handle in flight; closing waits too."""
+    world = World(Limits(in_flight_per_peer=100))
+    producer, consumer = pair(world)
+    source = source_of(producer, 1)
+    for number in range(100):
+        consumer.do(receive(transfer(number), "r", source, [number % 60], BLOCK_TOKENS))
+    world.run(0.05)
+    world.fabric.hold(producer.peer, consumer.peer, Traffic.POSTS)
+    for number in range(100):
+        producer.do(*prefill(transfer(number), [1], BLOCK_TOKENS))
+    world.until(lambda: producer.loop.producer.in_flight() == 100)
+    for number in range(100):
+        consumer.do(Withdraw(transfer(number), ConsumerId("r"), source, "cancelled: left"))
+    world.run(1.0)
+    assert (consumer.results, producer.of(Released)) == ([], [])
+    assert not producer.loop.quiet
+    world.fabric.release(producer.peer, consumer.peer, Traffic.POSTS)
+    world.until(lambda: len(consumer.results) == len(producer.of(Released)) == 100)
+    assert all(result.fenced and result.cancelled for result in consumer.of(ReceiveFailed))
+    world.assert_empty()
+
+
+# --- a link cannot come up -------------------------------------------------------------------------
+
+
+def test_a_peer_that_cannot_be_loaded_fails_its_transfers_alone(monkeypatch) -> None:
+    """A01, A03: loading a producer's metadata raises: that request fails with the reason, others go on."""
+    world = World()
+    producer, consumer = pair(world)
+    [bad] = world.engine("P2", 3)
+    connect = consumer.transport.connect
+
+    def refusing(peer: PeerName, metadata: bytes) -> None:
+        if peer == bad.peer:
+            raise TransportError("loading the metadata failed")
+        connect(peer, metadata)
+
+    monkeypatch.setattr(consumer.transport, "connect", refusing)
+    consumer.do(receive(transfer(1), "r", source_of(bad, 3), [20], BLOCK_TOKENS))
+    world.until(lambda: consumer.of(ReceiveFailed))
+    [failed] = consumer.of(ReceiveFailed)
+    assert failed.reason == "handshake: loading the metadata failed"
+    assert failed.fenced
+    works(world, producer, consumer, 2, 21)
+    monkeypatch.undo()
+    bad.do(*prefill(transfer(3), [3], BLOCK_TOKENS))
+    consumer.do(receive(transfer(3), "r", source_of(bad, 3), [22], BLOCK_TOKENS))
+    world.until(lambda: consumer.of(Received)[-1].transfer == transfer(3))
+
+
+def test_a_consumer_that_cannot_be_loaded_is_told(monkeypatch) -> None:
+    """A01, V03: the producer cannot write back; the consumer's request fails at once, with the reason."""
+    world = World()
+    producer, consumer = pair(world)
+
+    def refusing(peer: PeerName, metadata: bytes) -> None:
+        if b"kvferry/D" in peer.encode() and not consumer.of(ReceiveFailed):
+            connect(peer, metadata)
+            raise TransportError("no route back")
+        connect(peer, metadata)
+
+    connect = producer.transport.connect
+    monkeypatch.setattr(producer.transport, "connect", refusing)
+    ask(producer, consumer, 1)
+    world.until(lambda: consumer.of(ReceiveFailed))
+    [failed] = consumer.of(ReceiveFailed)
+    assert "no route back" in failed.reason
+    assert failed.fenced
+    assert producer.stats.hellos_refused == 1
+    assert consumer.stats.hellos_refused == 1
+    works(world, producer, consumer, 2, 21)
+
+
+def hello_of(rank: TestRank, **changes: object) -> Hello:
+    return msgspec.structs.replace(rank.loop._peers.links.hello(), **changes)
+
+
+def test_a_hello_of_another_version_is_refused_with_both_ranges() -> None:
+    """V04: a fleet that is upgraded engine by engine sees what does not fit."""
+    world = World()
+    producer, consumer = pair(world)
+    consumer.transport.connect(producer.peer, producer.transport.local_metadata())
+    newer = PROTOCOL_VERSION + 5
+    say(world, consumer, producer, hello_of(consumer, version=newer, version_min=newer))
+    world.run(0.02)
+    assert producer.stats.hellos_refused == 1
+    assert not producer.loop._peers.is_linked(consumer.peer)
+    # A refused consumer tears its side down.
+    consumer.transport.connect(producer.peer, producer.transport.local_metadata())
+    say(world, consumer, producer, hello_of(consumer, version=0, version_min=0))
+    world.run(0.02)
+    assert producer.stats.hellos_refused == 2
+    consumer.transport.connect(producer.peer, producer.transport.local_metadata())
+    say(world, consumer, producer, hello_of(consumer, version=newer))
+    world.run(0.02)
+    assert producer.loop._peers.is_linked(consumer.peer), "who also speaks ours is welcome"
+
+
+def test_a_hello_in_another_name_is_refused() -> None:
+    """S03: nobody can have KV written to a peer that it is not."""
+    world = World()
+    producer, consumer = pair(world)
+    consumer.transport.connect(producer.peer, producer.transport.local_metadata())
+    say(world, consumer, producer, hello_of(consumer, engine=EngineId("another")))
+    world.run(0.02)
+    assert producer.stats.hellos_refused == 1
+    assert not producer.loop._peers.is_linked(consumer.peer)
+
+
+def test_a_hello_whose_cache_does_not_fit_is_refused_by_the_producer_too() -> None:
+    """V04, V13: the producer does not rely on the consumer's own comparison."""
+    world = World()
+    producer, consumer = pair(world)
+    spec = decode_spec(encode_spec(consumer.cache))
+    other = encode_spec(msgspec.structs.replace(spec, kv_dtype="float16"))
+    consumer.transport.connect(producer.peer, producer.transport.local_metadata())
+    say(world, consumer, producer, hello_of(consumer, cache=other))
+    world.run(0.02)
+    assert producer.stats.hellos_refused == 1
+    assert not producer.loop._peers.is_linked(consumer.peer)
+
+
+# --- messages before Hello -------------------------------------------------------------------------
+
+
+def test_messages_that_overtake_their_hello_are_kept_for_it() -> None:
+    world = World()
+    producer, consumer = pair(world)
+    producer.do(Expect(transfer(1), BLOCK_TOKENS), Advance(transfer(1), BLOCK_TOKENS, 0, (((3, 1),),)))
+    producer.do(Finish(transfer(1)))
+    consumer.transport.connect(producer.peer, producer.transport.local_metadata())
+    say(world, consumer, producer, Announce(transfer=transfer(1), consumer=ConsumerId("r")))
+    world.run(25.0)
+    assert producer.stats.peer_errors == 0
+    say(world, consumer, producer, hello_of(consumer))
+    world.run(10.0)
+    assert producer.of(Released) == [], "the announcement counts from when it could be heard"
+
+
+def test_messages_without_a_hello_are_bounded_per_peer_and_over_all(monkeypatch) -> None:
+    """S03: a stranger that never introduces itself costs a bounded amount of memory."""
+    monkeypatch.setattr(peers_module, "PARKED_MESSAGES_MAX", 3)
+    monkeypatch.setattr(peers_module, "PARKED_PEERS_MAX", 2)
+    world = World()
+    producer, *strangers = (world.engine(f"E{n}", n)[0] for n in range(1, 6))
+    message = Announce(transfer=transfer(1), consumer=ConsumerId("r"))
+    for stranger in strangers:
+        stranger.transport.connect(producer.peer, producer.transport.local_metadata())
+        for _ in range(4):
+            say(world, stranger, producer, message)
+        world.run(0.01)
+    assert producer.stats.peer_errors == 4
+    parked = producer.loop._peers._parked
+    assert list(parked) == [strangers[2].peer, strangers[3].peer]
+    assert [len(kept) for kept in parked.values()] == [3, 3]
+
+
+# --- replaced peers --------------------------------------------------------------------------------
+
+
+def test_a_replaced_peer_is_forgotten_when_nothing_moves_to_it_any_more() -> None:
+    """A05, A21: the old incarnation's state goes, and not while a write to it is in flight."""
+    world = World()
+    producer, consumer = pair(world)
+    consumer.do(receive(transfer(1), "r", source_of(producer, 1), [20], BLOCK_TOKENS))
+    world.run(0.05)
+    world.fabric.inject(producer.peer, consumer.peer, PostFault.STALL)
+    producer.do(*prefill(transfer(1), [3], BLOCK_TOKENS))
+    world.until(producer.loop.producer.in_flight)
+    consumer.dead = True
+    [again] = world.engine("D", 2)
+    works(world, producer, again, 2, 21)
+    links = producer.loop._peers.links
+    assert consumer.peer in links._writable
+    assert consumer.peer in world.fabric.exchange.nodes[producer.peer].connections
+    world.fabric.kill(consumer.peer)
+    world.until(lambda: consumer.peer not in links._writable)
+    assert consumer.peer not in world.fabric.exchange.nodes[producer.peer].connections
+    works(world, producer, again, 3, 22)
+
+
+def test_remembered_peers_are_bounded(monkeypatch) -> None:
+    """Consumers come and go for months: what is remembered of those without a link has an end."""
+    monkeypatch.setattr(links_module, "PEERS_MAX", 3)
+    world = World()
+    [producer] = world.engine("P", 1)
+    for number in range(8):
+        [consumer] = world.engine(f"D{number}", 10 + number)
+        works(world, producer, consumer, number)
+        world.kill(consumer)
+        producer.loop._peers.lose([(consumer.peer, "gone")])
+    assert len(producer.loop._peers.links._writable) <= 4
+
+
+def test_an_older_incarnation_is_the_same_rank_of_the_same_engine_and_nobody_else() -> None:
+    """A02: ranks of one engine, and other engines, do not replace one another."""
+    world = World()
+    [producer] = world.engine("P", 1)
+    consumers = [world.engine("D", 2)[0], world.engine("E", 3)[0]]
+    for number, consumer in enumerate(consumers):
+        works(world, producer, consumer, number)
+    links = producer.loop._peers.links
+    assert all(links.older_incarnations(consumer.peer) == [] for consumer in consumers)
+    [again] = world.engine("D", 2)
+    works(world, producer, again, 7)
+    assert again.peer == peer_name(EngineId("D"), Incarnation("i4"), again.identity.rank)
+    assert producer.loop._peers.is_linked(consumers[1].peer)
+    assert not producer.loop._peers.is_linked(consumers[0].peer)

@@ -1,0 +1,76 @@
+"""The command line of `kvferry bench`: options, tables, exit code and last line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvferry.cli import main as cli
+from kvferry.connector import hook_costs
+from kvferry.connector.hook_costs import Figure, Report
+
+
+def figure(side: str, name: str, median: float) -> Figure:
+    return Figure(side, name, 3, median, 2 * median, median, median, 300.0)
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, problems: tuple[str, ...] = (), repeats: int = 30) -> None:
+    figures = tuple(
+        figure(side, name, median)
+        for side in ("prefill", "decode")
+        for name, median in (
+            ("step, idle", 31.0),
+            ("request, whole life, 1 at once", 250.0),
+            ("request, whole life, 24 at once", 90.0),
+        )
+    )
+    report = Report(figures, (figure("prefill", "wait_for_save", 1.0),), {}, problems, repeats)
+    monkeypatch.setattr(hook_costs, "measure", lambda options, progress: report)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--requests", "1"], "--requests must be at least 2, not 1"),
+        (["--blocks", "3"], "--blocks must be at least 4, not 3"),
+        (["--repeats", "0"], "--repeats must be at least 1, not 0"),
+        (["--json", "/nowhere/hooks.json"], "--json: there is no directory /nowhere; make it first"),
+    ],
+)
+def test_impossible_options_say_what_is_possible(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "hooks", *arguments]) == 2
+    assert capsys.readouterr().err == f"kvferry: {said}\n"
+
+
+def test_within_limits_the_last_line_has_the_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant(monkeypatch)
+    assert cli.main(["bench", "hooks"]) == 0
+    side = "31 us per idle step, 250 us per request, 90 us each with 24 at once"
+    assert capsys.readouterr().out.splitlines()[-1] == f"hooks within limits: prefill {side}; decode {side}"
+
+
+def test_a_limit_that_does_not_hold_is_said_and_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant(monkeypatch, problems=("prefill, step, idle: 300 us",), repeats=4)
+    assert cli.main(["bench", "hooks"]) == 1
+    *_, short, problem, last = capsys.readouterr().out.splitlines()
+    assert short == "time was short: 4 of 30 repeats"
+    assert problem == "prefill, step, idle: 300 us"
+    assert last.startswith("hooks OVER THEIR LIMITS: ")
+
+
+def test_the_file_holds_options_figures_and_hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    file = tmp_path / "hooks.json"
+    assert cli.main(["bench", "hooks", "--blocks", "64", "--json", str(file)]) == 0
+    written = json.loads(file.read_text())
+    assert written["options"] == {"requests": 24, "blocks": 64, "repeats": 30}
+    assert written["hooks"][0]["name"] == "wait_for_save"
+    assert {row["side"] for row in written["figures"]} == {"prefill", "decode"}

@@ -1,0 +1,152 @@
+"""The harness behind `kvferry bench hooks`: what it drives, what it charges, and what it makes of limits."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from random import Random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvferry.agent.agent import Agent
+from kvferry.agent.directory_client import DirectoryClient
+from kvferry.connector import hook_costs
+from kvferry.connector.connector import FerryConnector
+from kvferry.connector.hook_costs import BenchError, Options, Report, measure
+from kvferry.connector.hook_engine import NO_COST, Cost, MakeAgent, Meter, engine_pair
+from kvferry.transport.memory import MemoryFabric, MemoryTransport
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SMALL = Options(requests=3, blocks=8, repeats=1)
+IDLE_STEPS = 2
+WORKER_HOOKS = (
+    "handle_preemptions",
+    "bind_connector_metadata",
+    "start_load_kv",
+    "wait_for_save",
+    "build_connector_worker_meta",
+)
+SCHEDULER_HOOKS = ("build_connector_meta", "update_connector_output", "has_pending_push_work")
+REQUEST_HOOKS = (
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "request_finished_all_groups",
+)
+
+
+def agents_in_memory() -> MakeAgent:
+    """Real agents that share a fabric in memory."""
+    fabric = MemoryFabric(random=Random(0), clock=time.monotonic)
+    return lambda identity, cache, settings: Agent(
+        identity, cache, lambda peer: MemoryTransport(fabric, peer), settings.limits, DirectoryClient()
+    )
+
+
+@pytest.fixture(scope="module")
+def short() -> Iterator[pytest.MonkeyPatch]:
+    """No more steps than a test needs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hook_costs, "WARM_UPS", 1)
+        patch.setattr(hook_costs, "IDLE_STEPS_PER_REPEAT", IDLE_STEPS)
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def report(short: pytest.MonkeyPatch) -> Report:
+    """One repeat."""
+    return measure(SMALL, make_agent=agents_in_memory())
+
+
+def count_of(report: Report, side: str, name: str) -> int:
+    (count,) = [
+        figure.count
+        for figure in (*report.hooks, *report.figures)
+        if (figure.side, figure.name) == (side, name)
+    ]
+    return count
+
+
+def test_a_repeat_calls_every_hook_for_every_request_and_step(report: Report) -> None:
+    requests = 1 + SMALL.requests + hook_costs.ADVANCING
+    for side in ("prefill", "decode"):
+        assert [count_of(report, side, name) for name in REQUEST_HOOKS] == [requests] * len(REQUEST_HOOKS)
+        steps = {count_of(report, side, name) for name in (*WORKER_HOOKS, *SCHEDULER_HOOKS)}
+        assert len(steps) == 1
+        assert steps.pop() > count_of(report, side, "step, idle") == IDLE_STEPS
+
+
+def test_what_is_promised_has_a_figure_with_its_limit(report: Report) -> None:
+    limits = {(figure.side, figure.name): figure.limit for figure in report.figures}
+    for side in ("prefill", "decode"):
+        assert limits[side, "step, idle"] == 200
+        for together in (1, SMALL.requests):
+            assert limits[side, f"request, whole life, {together} at once"] == 300
+    assert limits["prefill", "step, 16 prefills advance by a chunk"] == 200
+    assert set(report.ratios) == {
+        "prefill, request, whole life",
+        "prefill, request, end of prefill",
+        "decode, request, whole life",
+    }
+    assert report.repeats == 1
+
+
+@pytest.mark.usefixtures("short")
+def test_each_limit_that_does_not_hold_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for constant in ("STEP_MICROSECONDS_MAX", "REQUEST_MICROSECONDS_MAX", "RATIO_MAX"):
+        monkeypatch.setattr(hook_costs, constant, float("-inf"))
+    problems = "\n".join(measure(SMALL, make_agent=agents_in_memory()).problems)
+    for side in ("prefill", "decode"):
+        assert f"{side}, step, idle: " in problems
+        assert f"{side}, request, whole life, 1 at once: " in problems
+        assert f"{side}, request, whole life, 3 at once: " in problems
+        assert f"{side}, request, whole life: 3 at once cost " in problems
+    assert "prefill, step, 16 prefills advance by a chunk: " in problems
+    assert "prefill, request, end of prefill: 3 at once cost " in problems
+
+
+@pytest.mark.usefixtures("short")
+def test_a_hook_that_dawdles_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: a hook of every step takes at least 1 ms, five times what a step may cost."""
+    monkeypatch.setattr(FerryConnector, "start_load_kv", lambda self, context: time.sleep(0.001))
+    problems = "\n".join(measure(SMALL, make_agent=agents_in_memory()).problems)
+    assert "prefill, step, idle: " in problems
+    assert "decode, step, idle: " in problems
+
+
+@pytest.mark.usefixtures("short")
+def test_no_repeat_begins_once_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hook_costs, "MEASURE_SECONDS_MAX", -1.0)
+    said: list[str] = []
+    report = measure(Options(requests=2, blocks=4, repeats=1000), said.append, agents_in_memory())
+    assert report.repeats == 1
+    assert said[-1] == "repeat 1 of 1000"
+
+
+@pytest.mark.usefixtures("short")
+def test_a_transfer_that_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hook_costs, "TRANSFER_SECONDS_MAX", -1.0)
+    with pytest.raises(BenchError, match="1 of 1 transfers did not arrive"):
+        measure(SMALL, make_agent=agents_in_memory())
+
+
+def test_blocks_are_scattered() -> None:
+    """Neighbours would be one span, and the hooks would look cheaper than they are."""
+    with engine_pair(1000, agents_in_memory()) as (engine, _):
+        ids = engine.allocate(engine.request("local", 1, {}), 100, announced=False)
+        assert len(set(ids)) == 100
+        assert sum(second == first + 1 for first, second in pairwise(ids)) < 5
+
+
+def test_a_meter_charges_a_hook_by_name_until_it_is_read() -> None:
+    meter = Meter()
+    assert meter.call(sum, [1, 2], name="first") == 3
+    meter.call(len, "ab")
+    first, second = meter.hooks["first"][0], meter.hooks["len"][0]
+    assert first.wall > 0
+    assert meter.take() == first + second
+    assert meter.take() == NO_COST
+    assert (Cost(7, 9) - Cost(1, 3)) // 2 == Cost(3, 3)
