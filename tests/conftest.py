@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -26,3 +27,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if INTEGRATION in item.path.parents:
             item.add_marker(pytest.mark.integration)
+
+
+@pytest.fixture(autouse=True)
+def own_logger() -> None:
+    """vLLM's plugin loading hangs our logger under its own, which hides it from `caplog` in later tests."""
+    logging.getLogger("kvferry").parent = logging.getLogger()

@@ -18,6 +18,8 @@ _Number = TypeVar("_Number", int, float)
 PORT_DEFAULT = 5600
 HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+SECRET_VARIABLE = "KVFERRY_SIDE_CHANNEL_SECRET"
+"""vLLM logs its arguments, and with them a secret that is given in the extra config."""
 TESTING_VARIABLE = "KVFERRY_TESTING"
 
 # Keys of the extra config that set a field of Limits. Operators of vLLM know `kv_lease_duration`.
@@ -114,7 +116,7 @@ def read_settings(
         quarantine_share=_share("quarantine_share", keys.quarantine_share),
         drain_seconds=_least("drain_seconds", keys.drain_seconds, 0),
         close_seconds=_least("close_seconds", keys.close_seconds, 0),
-        side_channel_secret=keys.side_channel_secret,
+        side_channel_secret=keys.side_channel_secret or environment.get(SECRET_VARIABLE) or None,
         corrupt_block=_corrupt_block(keys, environment),
     )
 

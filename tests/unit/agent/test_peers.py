@@ -14,6 +14,7 @@ from kvferry.protocol.codec import Encoder
 from kvferry.protocol.commands import (
     Advance,
     AnnounceCommand,
+    BlocksSafe,
     Expect,
     Finish,
     Received,
@@ -274,17 +275,30 @@ def test_a_hello_in_another_name_is_refused() -> None:
     assert not producer.loop._peers.is_linked(consumer.peer)
 
 
-def test_a_hello_whose_cache_does_not_fit_is_refused_by_the_producer_too() -> None:
+@pytest.mark.parametrize("changes", [{"kv_dtype": "float16"}, {"model": "another"}])
+def test_a_hello_whose_cache_does_not_fit_is_refused_by_the_producer_too(changes: dict[str, str]) -> None:
     """V04, V13: the producer does not rely on the consumer's own comparison."""
     world = World()
     producer, consumer = pair(world)
     spec = decode_spec(encode_spec(consumer.cache))
-    other = encode_spec(msgspec.structs.replace(spec, kv_dtype="float16"))
+    other = encode_spec(msgspec.structs.replace(spec, **changes))
     consumer.transport.connect(producer.peer, producer.transport.local_metadata())
     say(world, consumer, producer, hello_of(consumer, cache=other))
     world.run(0.02)
     assert producer.stats.hellos_refused == 1
     assert not producer.loop._peers.is_linked(consumer.peer)
+
+
+def test_a_producer_whose_cache_does_not_fit_is_not_even_greeted() -> None:
+    """V04, V07: the consumer compares before anything is sent."""
+    world = World()
+    [producer] = world.engine("P", 1, tp_size=1)
+    consumer, _ = world.engine("D", 2, tp_size=2)
+    consumer.do(receive(transfer(1), "r", source_of(producer, 1), [20], BLOCK_TOKENS))
+    world.until(lambda: consumer.of(ReceiveFailed))
+    assert consumer.of(ReceiveFailed)[0].reason.startswith("geometry: ")
+    assert consumer.stats.messages_sent == 0
+    assert producer.stats.hellos_refused == 0
 
 
 # --- messages before Hello -------------------------------------------------------------------------
@@ -373,3 +387,65 @@ def test_an_older_incarnation_is_the_same_rank_of_the_same_engine_and_nobody_els
     assert again.peer == peer_name(EngineId("D"), Incarnation("i4"), again.identity.rank)
     assert producer.loop._peers.is_linked(consumers[1].peer)
     assert not producer.loop._peers.is_linked(consumers[0].peer)
+
+
+@pytest.mark.parametrize("limit", ["slice_bytes", "slice_runs"])
+def test_a_slice_is_within_bytes_and_descriptors(limit: str) -> None:
+    """A long transfer is cut by whichever limit is met first, and never below one block."""
+    block_bytes, block_runs = 3 * 2 * 16 * 8, 3
+    one = {"slice_bytes": block_bytes, "slice_runs": block_runs}[limit]
+    for blocks, most in ((1, 1), (2, 2), (0.5, 1)):
+        world = World(Limits(**{limit: max(int(one * blocks), 1)}))
+        producer, consumer = pair(world)
+        posted: list[int] = []
+        world.fabric.on_post(lambda post, posted=posted: posted.append(post.runs.bytes))
+        consumer.do(receive(transfer(1), "r", source_of(producer, 1), range(20, 28), 8 * BLOCK_TOKENS))
+        producer.do(*prefill(transfer(1), range(8), 8 * BLOCK_TOKENS))
+        world.until(lambda consumer=consumer: consumer.of(Received))
+        assert max(posted) == most * block_bytes
+        assert sum(posted) == 8 * block_bytes
+
+
+def test_what_a_lost_peer_left_unfinished_is_forgotten() -> None:
+    """Parts of a message whose rest will never come are no memory for ever."""
+    world = World()
+    producer, consumer = pair(world)
+    works(world, producer, consumer, 1)
+    first, *_ = Encoder(64).encode(Announce(transfer=transfer(2), consumer=ConsumerId("x" * 200)))
+    consumer.transport.send(producer.peer, first)
+    world.run(0.02)
+    assert len(producer.loop._decoder._partial) == 1
+    producer.loop._peers.lose([(consumer.peer, "gone")])
+    assert not producer.loop._decoder._partial
+
+
+def test_a_connection_that_we_tear_down_frees_no_block_of_ours() -> None:
+    """Promise 2: the peer may live and write; only the end of its permission and its retries is proof."""
+    world = World()
+    producer, consumer = pair(world)
+    consumer.do(receive(transfer(1), "r", source_of(producer, 1), [20], BLOCK_TOKENS))
+    producer.do(Expect(transfer(1), BLOCK_TOKENS))
+    world.run(0.05)
+    producer.dead = True
+    consumer.loop._peers.disconnect(producer.peer, "a slice has not ended")
+    world.until(lambda: consumer.results, 1.0)
+    [failed] = consumer.of(ReceiveFailed)
+    assert failed.reason.startswith("peer_silent")
+    assert not failed.fenced
+    took = world.until(lambda: consumer.of(BlocksSafe), 60.0)
+    assert took > world.limits.write_seconds
+    world.assert_empty()
+
+
+def test_the_loss_of_a_consumer_ends_its_deliveries_and_no_lease_is_waited_for() -> None:
+    """P13: a dead decode engine strands no cache of the prefill engine."""
+    world = World()
+    producer, consumer = pair(world)
+    consumer.do(receive(transfer(1), "r", source_of(producer, 1), [20], BLOCK_TOKENS))
+    producer.do(Expect(transfer(1), BLOCK_TOKENS))
+    world.run(0.05)
+    world.kill(consumer)
+    producer.loop._peers.lose([(consumer.peer, "gone")])
+    producer.do(*prefill(transfer(1), [3], BLOCK_TOKENS)[1:])
+    assert world.until(lambda: producer.of(Released), 1.0) < 0.1
+    assert producer.of(Released) == [Released(transfer(1), "peer_lost: gone")]

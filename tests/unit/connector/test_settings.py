@@ -81,6 +81,15 @@ def test_wrong_values_are_refused_by_name(extra, words):
         assert word in str(caught.value)
 
 
+def test_the_secret_may_come_from_the_environment():
+    """S06: arguments are logged, the environment is not."""
+    environment = {"KVFERRY_SIDE_CHANNEL_SECRET": "of the environment"}
+    assert read_settings({}, environment=environment).side_channel_secret == "of the environment"
+    both = read_settings({"side_channel_secret": "given"}, environment=environment)
+    assert both.side_channel_secret == "given"
+    assert read_settings({}, environment={}).side_channel_secret is None
+
+
 def test_a_port_that_is_no_number_in_the_environment_is_named():
     with pytest.raises(UsageError, match="VLLM_NIXL_SIDE_CHANNEL_PORT"):
         read_settings({}, environment={"VLLM_NIXL_SIDE_CHANNEL_PORT": "http"})

@@ -18,6 +18,7 @@ from kvferry.protocol.commands import (
     ReceiveFailed,
     Released,
     Source,
+    Withdraw,
 )
 from tests.support.scripted_agent import ScriptedAgent
 
@@ -259,3 +260,67 @@ def test_blocks_of_a_request_that_nobody_waits_for_are_not_named(agent):
     agent.say(ReceiveFailed("t", "r", "cancelled", 32, fenced=True, cancelled=True))
     assert worker.collect(()).finished.receiving == {"r"}
     assert worker.take_bad_blocks() == set()
+
+
+def test_a_request_whose_forward_pass_raised_is_reported_all_the_same(agent):
+    """The scheduler side keeps its blocks since it planned the publication; nobody else gives them back."""
+    worker = worker_of(agent)
+    worker.begin(FerryMetadata(senders=[Sender("t", "r")], commands=[Expect("t", 64)]))
+    worker.save(FerryMetadata(advances=[ADVANCE]), succeeded=False)
+    assert ADVANCE not in agent.commands
+    agent.say(Released("t", "abandoned"))
+    assert worker.collect(("r",)).finished.sending == {"r"}
+
+
+def test_kernel_blocks_are_counted_from_the_same_token(agent):
+    worker = worker_of(agent, ratio=4)
+    prefill(worker, ADVANCE, Advance("t", 96, 4, (((9, 2),),)))
+    assert agent.commands[2] == Advance("t", 96, 16, (((36, 8),),))
+
+
+def test_bad_blocks_of_whole_blocks_are_never_none(agent):
+    """A failure that claims that everything is good is none that can be believed: the last block is bad."""
+    worker = worker_of(agent)
+    worker.begin(FerryMetadata(commands=[Receive("t", "r", SOURCE, 32, 96, (((10, 4),),))]))
+    agent.say(ReceiveFailed("t", "r", "peer_lost", 96, fenced=True))
+    worker.collect(())
+    assert worker.take_bad_blocks() == {13}
+
+
+def test_a_second_failure_of_a_quarantined_destination_is_no_second_end(agent):
+    """Promise 8: exactly one outcome, and one quarantine."""
+    worker = worker_of(agent)
+    worker.begin(FerryMetadata(commands=[RECEIVE]))
+    unfenced = ReceiveFailed("t", "r", "peer_silent", 48, fenced=False)
+    agent.say(unfenced)
+    assert worker.collect(()).finished.failed == {"r"}
+    assert len(worker.take_report().events) == 2
+    agent._results = [unfenced]
+    out = worker.collect(())
+    assert (out.finished.failed, out.finished.receiving, out.events) == (set(), set(), [])
+
+
+@pytest.mark.parametrize("how", ["command", "finished"])
+@pytest.mark.parametrize("fenced", [True, False])
+def test_nobody_recomputes_for_a_request_that_has_gone(agent, how, fenced):
+    """P52: no bad blocks, no new start; its blocks come back behind the fence and not before."""
+    worker = worker_of(agent)
+    worker.begin(FerryMetadata(commands=[RECEIVE]))
+    if how == "command":
+        worker.begin(FerryMetadata(commands=[Withdraw("t", "r", SOURCE, "cancelled")]))
+    agent.say(ReceiveFailed("t", "r", "cancelled", 32, fenced=fenced))
+    out = worker.collect(("r",) if how == "finished" else ())
+    assert (out.finished.receiving, out.finished.failed) == ({"r"} if fenced else set(), set())
+    assert worker.take_bad_blocks() == set()
+    agent.say(BlocksSafe("t", "r"))
+    assert worker.collect(()).finished.receiving == (set() if fenced else {"r"})
+    assert worker.take_bad_blocks() == set()
+
+
+def test_safety_of_what_has_not_failed_says_nothing(agent):
+    worker = worker_of(agent)
+    worker.begin(FerryMetadata(commands=[RECEIVE]))
+    agent.say(BlocksSafe("t", "r"))
+    assert worker.collect(()).finished.receiving == set()
+    agent.say(Received("t", "r", 1))
+    assert worker.collect(()).finished.receiving == {"r"}

@@ -411,6 +411,19 @@ def test_a_registration_that_is_repeated_moves_the_bound() -> None:
     assert BlocksSafe(T, C) in rank.results()
 
 
+def test_the_bound_counts_from_the_latest_permission_of_any_rank() -> None:
+    """Promise 2: one of two ranks was permitted later than the other; both blocks wait for it."""
+    rank = Rank((Link(P0, 1, (1000,)), Link(P1, 1, (1000,))), renew_seconds=4.0, silence_seconds=8.0)
+    rank.command(receive())
+    rank.now = 3.0
+    rank.hear(status("unknown"), P1)
+    rank.command(withdraw())
+    rank.at(18.9)
+    assert BlocksSafe(T, C) not in rank.results()
+    rank.at(19.0)
+    assert BlocksSafe(T, C) in rank.results()
+
+
 def test_a_hundred_aborted_requests_of_a_dead_producer() -> None:
     """P07: bounded quarantine, and late answers change nothing."""
     rank = Rank()
