@@ -30,6 +30,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def own_logger() -> None:
-    """vLLM's plugin loading hangs our logger under its own, which hides it from `caplog` in later tests."""
+def own_loggers() -> None:
+    """`caplog` sees our loggers, whatever ran before in this process.
+
+    vLLM's plugin loading hangs them under its own, and commands that run one test's worth of product quieten
+    them for good.
+    """
     logging.getLogger("kvferry").parent = logging.getLogger()
+    for name in list(logging.root.manager.loggerDict):
+        if name.partition(".")[0] == "kvferry":
+            logging.getLogger(name).setLevel(logging.NOTSET)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -55,6 +56,8 @@ def ends(pid: int, seconds: float = 10.0) -> bool:
 def main() -> None:
     """Run one stub with the given arguments until interrupted; says `ready` and `stopped`."""
     directory = Path(sys.argv[1])
+    # A shell starts what it runs in the background with SIGINT ignored, and we inherit that from our tests.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with termination_interrupts():
         try:
             with Fleet(report=lambda line: None) as fleet:
