@@ -139,6 +139,26 @@ def test_drain_waits_for_the_writes_and_only_within_its_bound(agents: Threaded) 
     assert agents.producer.drain((), 0.0)
 
 
+def test_drain_leaves_nothing_behind(agents: Threaded) -> None:
+    agents.producer.submit(Expect(T1, BLOCK_TOKENS))
+    assert agents.producer.drain((T1,), WAIT_SECONDS)
+    assert agents.producer._tickets == {}
+    assert agents.producer.results() == []
+
+
+def test_close_waits_for_what_is_in_flight(agents: Threaded) -> None:
+    """A11, X18: the transport stays open, and its memory registered, while a write reads it."""
+    agents.fabric.hold(agents.p.peer, agents.d.peer, Traffic.POSTS)
+    agents.consumer.submit(receive(T1, "r1", source_of(agents.p, 1), [20], BLOCK_TOKENS))
+    for command in prefill(T1, [3], BLOCK_TOKENS):
+        agents.producer.submit(command)
+    eventually(lambda: agents.producer.snapshot()["bytes_posted"] > 0)
+    assert not agents.producer.close(0.05)
+    agents.fabric.release(agents.p.peer, agents.d.peer)
+    assert agents.producer.close(WAIT_SECONDS)
+    assert agents.d.block(20) == agents.p.block(3)
+
+
 def test_a_full_agent_refuses_new_transfers_and_takes_what_belongs_to_old_ones() -> None:
     limits = Limits(transfers_max=1)
     world = World()

@@ -6,7 +6,9 @@ import msgspec
 import pytest
 
 from kvferry.agent import links as links_module
+from kvferry.agent import loop as loop_module
 from kvferry.agent import peers as peers_module
+from kvferry.agent.loop import Close
 from kvferry.errors import TransportError
 from kvferry.ids import ConsumerId, EngineId, Incarnation, PeerName, TransferId, peer_name
 from kvferry.layout.spec import decode_spec, encode_spec
@@ -449,3 +451,120 @@ def test_the_loss_of_a_consumer_ends_its_deliveries_and_no_lease_is_waited_for()
     producer.do(*prefill(transfer(1), [3], BLOCK_TOKENS)[1:])
     assert world.until(lambda: producer.of(Released), 1.0) < 0.1
     assert producer.of(Released) == [Released(transfer(1), "peer_lost: gone")]
+
+
+# --- the order of a step, and how long it may be left alone ----------------------------------------
+
+
+def test_what_has_arrived_is_read_before_deadlines_are_judged() -> None:
+    """P37: the answer is in the inbox, the clock is past the silence limit: one step, and nothing fails."""
+    world = World()
+    producer, consumer = pair(world)
+    consumer.do(receive(transfer(1), "r", source_of(producer, 1), [20], BLOCK_TOKENS))
+    producer.do(Expect(transfer(1), BLOCK_TOKENS))
+    world.run(0.05)
+    world.clock.advance(1.5 * world.limits.renew_seconds)
+    consumer.loop.step()
+    producer.loop.step()
+    world.clock.advance(world.limits.silence_seconds)
+    consumer.loop.step()
+    assert consumer.results == []
+
+
+def test_nothing_is_posted_once_closing_has_begun() -> None:
+    """X18: a registration that comes during the shutdown is not begun."""
+    world = World()
+    producer, consumer = pair(world)
+    works(world, producer, consumer, 1)
+    posted = producer.stats.bytes_posted
+    producer.do(*prefill(transfer(2), [3], BLOCK_TOKENS)[:2], Close())
+    world.run(0.01)
+    consumer.do(receive(transfer(2), "r", source_of(producer, 1), [21], BLOCK_TOKENS))
+    world.run(1.0)
+    assert producer.stats.bytes_posted == posted
+
+
+def test_a_message_that_was_refused_is_sent_in_a_later_step(monkeypatch) -> None:
+    """A22: the loop comes back to what waits, without anything else to do."""
+    world = World()
+    producer, consumer = pair(world)
+    send, refusals = consumer.transport.send, [3]
+
+    def busy(peer: PeerName, payload: bytes) -> None:
+        if refusals[0]:
+            refusals[0] -= 1
+            raise TransportError("busy", retryable=True)
+        send(peer, payload)
+
+    monkeypatch.setattr(consumer.transport, "send", busy)
+    works(world, producer, consumer, 1)
+    assert refusals == [0]
+
+
+def test_closing_is_not_over_while_a_message_waits_to_be_sent(monkeypatch) -> None:
+    """X18: the peers of a rank that shuts down are told, though the transport is busy just then."""
+    world = World()
+    producer, consumer = pair(world)
+    producer.do(Expect(transfer(1), BLOCK_TOKENS))
+    consumer.do(receive(transfer(1), "r", source_of(producer, 1), [20], BLOCK_TOKENS))
+    world.run(0.05)
+
+    def busy(peer: PeerName, payload: bytes) -> None:
+        raise TransportError("busy", retryable=True)
+
+    monkeypatch.setattr(producer.transport, "send", busy)
+    producer.do(Close())
+    world.run(0.05)
+    assert producer.loop.closing
+    assert not producer.loop.quiet
+    monkeypatch.undo()
+    world.until(lambda: producer.loop.quiet)
+    world.until(lambda: consumer.of(ReceiveFailed))
+    assert consumer.of(ReceiveFailed)[0].reason == "closed"
+
+
+def test_a_step_says_how_long_it_may_be_left_alone() -> None:
+    """G09, P59: nothing spins while idle; what is in flight is looked at often; deadlines are kept."""
+    world = World()
+    producer, consumer = pair(world)
+    world.clock.advance(5.0)
+    assert producer.loop.step() == loop_module.IDLE_SECONDS
+    consumer.do(receive(transfer(1), "r", source_of(producer, 1), [20], BLOCK_TOKENS))
+    world.run(0.01)
+    assert consumer.loop.step() == loop_module.EXPECT_SECONDS
+    world.fabric.hold(producer.peer, consumer.peer, Traffic.POSTS)
+    producer.do(*prefill(transfer(1), [3], BLOCK_TOKENS))
+    world.until(producer.loop.producer.in_flight)
+    assert producer.loop.step() == loop_module.FLIGHT_SECONDS
+    world.fabric.release(producer.peer, consumer.peer, Traffic.POSTS)
+    world.until(lambda: producer.of(Released))
+    assert producer.loop.step() == loop_module.RECENT_SECONDS
+    producer.do(*prefill(transfer(2), [3], BLOCK_TOKENS))
+    producer.loop.step()
+    world.clock.advance(world.limits.lease_seconds - 1e-5)
+    assert 0.0 < producer.loop.step() < 2e-5, "the lease ends before the usual pause is over"
+
+
+def test_statistics_say_what_was_received_and_what_is_under_way() -> None:
+    world = World()
+    producer, consumer = pair(world)
+    consumer.do(receive(transfer(1), "r", source_of(producer, 1), [20], BLOCK_TOKENS))
+    producer.do(Expect(transfer(1), BLOCK_TOKENS))
+    world.run(2 * loop_module.GAUGE_SECONDS)
+    assert producer.stats.gauges == {"producer_queued": 1}
+    assert consumer.stats.gauges == {"consumer_waiting": 1}
+    producer.do(*prefill(transfer(1), [3], BLOCK_TOKENS)[1:])
+    world.run(2 * loop_module.GAUGE_SECONDS)
+    assert (producer.stats.gauges, consumer.stats.gauges) == ({}, {})
+    assert consumer.stats.bytes_received == producer.stats.bytes_posted > 0
+
+
+def test_strangers_are_not_answered() -> None:
+    """S03: whoever has said no Hello gets no complaint: nothing is queued for it and nothing dropped."""
+    world = World()
+    producer, consumer = pair(world)
+    consumer.transport.connect(producer.peer, producer.transport.local_metadata())
+    consumer.transport.send(producer.peer, b"GET / HTTP/1.1")
+    world.run(0.02)
+    assert producer.stats.peer_errors == 1
+    assert (producer.stats.messages_sent, producer.stats.messages_dropped) == (0, 0)

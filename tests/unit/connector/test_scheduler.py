@@ -62,7 +62,7 @@ def test_the_engine_steps_while_anything_is_to_be_said_or_heard(engine_of):
 
 
 def test_the_engine_steps_until_a_preemption_is_drained(engine_of):
-    engine = engine_of(step_tokens=32)
+    engine = engine_of(step_tokens=32, prefix_caching=False)
     engine.add("r", 60, PREFILL)
     engine.step()
     assert not engine.side.needs_steps
