@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,15 @@ def bring_up_stub(directory: Path, started: list[ServerProcess], *extra: str):
     return bring_up
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Also where a shell has started the tests in the background, with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_stops_everything_and_is_a_good_end(
     model: Path,
