@@ -43,6 +43,7 @@ from kvferry.protocol.commands import (
 
 logger = logging.getLogger(__name__)
 
+_MOVED = (("bytes_posted", stats.BYTES), ("bytes_posted_early", stats.BYTES_EARLY))
 Clock = Callable[[], float]
 Damage = Callable[[BlockId], None]
 Ready = Callable[[], bool]
@@ -176,13 +177,14 @@ class FerryWorker:
     def take_stats(self) -> FerryStats | None:
         """What the agent has moved since the last call."""
         snapshot = self._agent.snapshot()
-        taken = FerryStats()
-        for key, name in (("bytes_posted", stats.BYTES), ("bytes_posted_early", stats.BYTES_EARLY)):
-            total = int(snapshot.get(key, 0))
-            if total > self._totals.get(key, 0):
-                taken.count(name, total - self._totals.get(key, 0), labels=("push",))
+        taken: FerryStats | None = None
+        for key, name in _MOVED:
+            total, before = int(snapshot.get(key, 0)), self._totals.get(key, 0)
+            if total > before:
+                taken = taken or FerryStats()
+                taken.count(name, total - before, labels=("push",))
                 self._totals[key] = total
-        return None if taken.is_empty() else taken
+        return taken
 
     def close(self, timeout_seconds: float) -> None:
         """Stop the agent. Idempotent."""
