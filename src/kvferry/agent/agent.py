@@ -33,6 +33,8 @@ from kvferry.protocol.commands import (
 )
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.reasons import CLOSED, because
+from kvferry.protocol.receptions import Reception
+from kvferry.protocol.states import ReceptionState
 from kvferry.transport.base import Transport
 
 logger = logging.getLogger(__name__)
@@ -111,6 +113,8 @@ class Agent:
         """
         if not transfers:
             return True
+        if not self.alive:
+            return False
         number = next(self._numbers)
         done = self._tickets[number] = threading.Event()
         self._inbox.put(Preempt(transfers, number))
@@ -178,17 +182,17 @@ class Agent:
 
     def _fail_everything(self, loop: Loop, error: Exception) -> None:
         """Nothing is proven about writes any more, so no block is called safe and no source released."""
-        for row in loop.consumer.state.rows.values():
-            self._outbox.put(
-                ReceiveFailed(
-                    row.transfer,
-                    row.consumer,
-                    because(CLOSED, error),
-                    row.start,
-                    fenced=False,
-                    cancelled=row.withdrawn,
-                )
-            )
+        loop.report()
+        waiting: list[tuple[Receive | Reception, int]] = [
+            (row, row.start)
+            for row in loop.consumer.state.rows.values()
+            if row.state in (ReceptionState.WAITING, ReceptionState.FAILING)
+        ]
+        # What was admitted and not yet taken has told nobody of its blocks, but one rule is enough.
+        waiting += [(item, item.start) for item in self._inbox.drain() if isinstance(item, Receive)]
+        for one, start in waiting:
+            reason = because(CLOSED, error)
+            self._outbox.put(ReceiveFailed(one.transfer, one.consumer, reason, start, fenced=False))
 
 
 def _name_thread() -> None:

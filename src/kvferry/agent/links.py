@@ -76,7 +76,6 @@ class Links:
     limits: Limits
     transport: Transport
     _writable: OrderedDict[PeerName, _Writable] = field(default_factory=OrderedDict)
-    _greeted: set[PeerName] = field(default_factory=set)
 
     # --- as a consumer ---------------------------------------------------------------------------
 
@@ -101,11 +100,9 @@ class Links:
             joint = plan(theirs, self.ours)
             peer = PeerName(entry.peer)
             self.transport.connect(peer, entry.metadata)
-            if peer not in self._greeted:
-                fresh.append(peer)
+            fresh.append(peer)
             block_bytes = tuple(joint.bytes_per_block(group) for group in range(len(joint.groups)))
             links.append(Link(peer, sharers(rank, consumer, producer), block_bytes))
-        self._greeted.update(fresh)
         return tuple(links), fresh
 
     def hello(self) -> Hello:
@@ -147,6 +144,7 @@ class Links:
         return PeerFacts(
             block_tokens=tuple(group.block_tokens for group in theirs.groups),
             slice_tokens=self._slice_tokens(joint),
+            block_counts=tuple(group.block_count for group in theirs.groups),
         )
 
     def plan_for(self, peer: PeerName) -> CopyPlan:
@@ -177,7 +175,6 @@ class Links:
 
     def disconnect(self, peer: PeerName) -> None:
         """Tear a connection down; the peer may come back under the same name."""
-        self._greeted.discard(peer)
         writable = self._writable.get(peer)
         if writable is not None:
             writable.linked = False

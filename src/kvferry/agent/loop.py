@@ -19,7 +19,7 @@ from kvferry.agent.mailbox import Gated, Mailbox
 from kvferry.agent.peers import Peers
 from kvferry.agent.posting import Posts
 from kvferry.agent.stats import Stats
-from kvferry.errors import PeerError
+from kvferry.errors import PeerError, TransportError
 from kvferry.ids import PeerName
 from kvferry.layout.spec import CacheSpec
 from kvferry.protocol.codec import Decoder, Encoder
@@ -117,6 +117,9 @@ class Loop:
         self.stats.steps += 1
         self._notice_stall()
         self._take_commands()
+        # What commands say leaves before messages are read: a registration that follows the message which
+        # ended it would be taken for a new one.
+        self._carry_out()
         self._receive()
         self._peers.lose(self._posts.poll(self._clock))
         self._peers.lose(self._mail.retry())
@@ -127,7 +130,7 @@ class Loop:
         self._post()
         self._carry_out()
         self._peers.leave(self._posts.peers)
-        self._report()
+        self.report()
         pause = self._pause()
         self._due_at = self._clock() + pause
         return pause
@@ -178,7 +181,7 @@ class Loop:
         if isinstance(message, Hello):
             self._peers.welcome(peer, message)
         elif isinstance(message, HelloRefused):
-            self._peers.refused(peer, message.reason)
+            self._peers.refused(peer, message)
         elif isinstance(message, Complaint):
             self.stats.peer_errors += 1
             logger.warning("%s could not use our message: %s", peer, message.reason)
@@ -224,7 +227,8 @@ class Loop:
             if lost is not None:
                 self._peers.lose([(piece.peer, str(lost))])
 
-    def _report(self) -> None:
+    def report(self) -> None:
+        """Hand over what the cores have to tell the engine."""
         for core in (self.producer, self.consumer):
             while (result := core.poll_result()) is not None:
                 if isinstance(result, Received):
@@ -258,5 +262,6 @@ def _now() -> bool:
 def _single(encoder: Encoder, message: object) -> bytes:
     """The notification of a write: always one payload, since it names one transfer."""
     payloads = encoder.encode(message)  # type: ignore[arg-type]
-    assert len(payloads) == 1
+    if len(payloads) > 1:
+        raise TransportError("the notification of a write is longer than one payload; its ids are too long")
     return payloads[0]

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 PARKED_PEERS_MAX = 64
 """Peers whose messages are kept while their Hello is missing; beyond it the oldest are dropped."""
+REPLACED_MAX = 4096
+"""Incarnations that are remembered as replaced, so that their late Hellos do not replace their successors."""
 PARKED_MESSAGES_MAX = 256
 """Messages kept per such peer; more are a `PeerError`."""
 
@@ -45,6 +47,7 @@ class Peers:
     clock: Callable[[], float]
     _parked: OrderedDict[PeerName, list[AnyMessage]] = field(default_factory=OrderedDict)
     _leaving: set[PeerName] = field(default_factory=set)
+    _replaced: OrderedDict[PeerName, None] = field(default_factory=OrderedDict)
 
     def is_linked(self, peer: PeerName) -> bool:
         """Whether we can write to a peer."""
@@ -85,18 +88,26 @@ class Peers:
     def welcome(self, peer: PeerName, hello: Hello) -> None:
         """A consumer rank introduces itself."""
         parked = self._parked.pop(peer, [])
+        if peer in self._replaced:
+            self.stats.hellos_refused += 1
+            self._refuse(peer, "handshake: replaced by a newer incarnation of this engine id")
+            return
         try:
             facts = self.links.welcome(peer, hello)
         except KvferryError as error:
             self.stats.hellos_refused += 1
             logger.warning("%s refused: %s", peer, error)
-            self.send(peer, HelloRefused(reason=describe(error)))
+            self._refuse(peer, describe(error))
             return
         self.producer.handle_link(peer, facts)
         for older in self.links.older_incarnations(peer):
             self._replace(older)
         for message in parked:
             self.producer.handle_message(peer, message, self.clock())
+
+    def _refuse(self, peer: PeerName, reason: str) -> None:
+        silent = not self.is_linked(peer) and not self.producer.writes_to(peer)
+        self.send(peer, HelloRefused(reason=reason, silent=silent))
 
     def open(self, source: Source, answer: Directory | Exception) -> None:
         """A producer's directory was read, or could not be."""
@@ -119,10 +130,13 @@ class Peers:
 
     # --- going down ------------------------------------------------------------------------------
 
-    def refused(self, peer: PeerName, reason: str) -> None:
-        """A producer rank will not write to us: it has accepted nothing of what we sent."""
+    def refused(self, peer: PeerName, refusal: HelloRefused) -> None:
+        """A producer rank will not write to us; only a silent one is as good as gone."""
         self.stats.hellos_refused += 1
-        self._drop(peer, reason)
+        if refusal.silent:
+            self._drop(peer, refusal.reason)
+        else:
+            self.disconnect(peer, refusal.reason)
 
     def lose(self, lost: list[tuple[PeerName, str]]) -> None:
         """The transport says that these peers are gone."""
@@ -155,6 +169,9 @@ class Peers:
         self.producer.handle_peer_lost(older, reason, self.clock())
         self.consumer.handle_disconnected(older, reason, self.clock())
         self._leaving.add(older)
+        self._replaced[older] = None
+        while len(self._replaced) > REPLACED_MAX:
+            self._replaced.popitem(last=False)
 
     def leave(self, busy: Callable[[], set[PeerName]]) -> None:
         """Forget replaced peers that nothing is in flight to any more."""

@@ -176,6 +176,7 @@ class FerryScheduler:
     def _handle(self, event: Event) -> None:
         if isinstance(event, Ended):
             self._outcomes.add(event)
+            self.producer.rank_ended(event.rank, event.request)
         elif isinstance(event, Quarantined):
             self.consumer.quarantined(event)
         elif isinstance(event, Safe):

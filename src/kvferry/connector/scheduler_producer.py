@@ -66,6 +66,9 @@ class SchedulerProducer:
         self._pins = pins
         self._requests: dict[RequestId, _Sending] = {}
         self._transfers: set[TransferId] = set()
+        self._leaving: dict[RequestId, tuple[TransferId, set[RankIndex]]] = {}
+        """Requests that ended unpublished, and the ranks that have not let go of the transfer yet: until
+        then its id is taken, or a rank would take one request's end for another's."""
         self._senders: list[Sender] = []
         self._commands: list[Command] = []
         self._held: set[RequestId] = set()
@@ -123,8 +126,18 @@ class SchedulerProducer:
         if sending.published:
             self._held.add(request.request_id)
         else:
-            self._forget(request.request_id)
+            self._pins.drop(request.request_id)
+            del self._requests[request.request_id]
+            self._leaving[request.request_id] = sending.transfer, set(self._facts.ranks)
         return sending.published, sending.transfer if handed_over else None
+
+    def rank_ended(self, rank: RankIndex, request: RequestId) -> None:
+        """A rank has let go of a request's transfer."""
+        transfer, ranks = self._leaving.get(request, (None, set()))
+        ranks.discard(rank)
+        if transfer is not None and not ranks:
+            del self._leaving[request]
+            self._transfers.discard(transfer)
 
     def released(self, requests: Iterable[RequestId]) -> None:
         """Every rank has let go of these requests' blocks."""
@@ -167,7 +180,7 @@ class SchedulerProducer:
     @property
     def needs_steps(self) -> bool:
         """Whether the workers must be heard or told something although the engine has no request to run."""
-        return bool(self._commands or self._tickets or self._held)
+        return bool(self._commands or self._tickets or self._held or self._leaving)
 
     @property
     def held_count(self) -> int:

@@ -59,7 +59,7 @@ class Decoder:
 
     def __init__(self, message_bytes_max: int) -> None:
         self._message_bytes_max = message_bytes_max
-        self._partial: OrderedDict[tuple[PeerName, int], dict[int, bytes]] = OrderedDict()
+        self._partial: OrderedDict[tuple[PeerName, int], _Pieces] = OrderedDict()
 
     def decode(self, peer: PeerName, payload: bytes) -> AnyMessage | None:
         """The message, or None while parts of it are missing.
@@ -100,9 +100,9 @@ class Decoder:
         if index >= count or count > PARTS_MAX:
             raise PeerError(f"part {index} of {count} is out of range")
         key = (peer, number)
-        pieces = self._partial.setdefault(key, {})
-        pieces[index] = piece
-        if sum(map(len, pieces.values())) > self._message_bytes_max:
+        pieces = self._partial.setdefault(key, _Pieces())
+        pieces.put(index, piece)
+        if pieces.bytes > self._message_bytes_max:
             del self._partial[key]
             raise PeerError(f"message over {self._message_bytes_max} bytes")
         if len(pieces) < count:
@@ -113,3 +113,16 @@ class Decoder:
         if len(pieces) > count or max(pieces) >= count:
             raise PeerError(f"parts of message {number} disagree on their count")
         return b"".join(pieces[at] for at in range(count))
+
+
+class _Pieces(dict[int, bytes]):
+    """Parts of one message by index, and their bytes together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def put(self, index: int, piece: bytes) -> None:
+        """Add a part, or take it again."""
+        self.bytes += len(piece) - len(self.get(index, b""))
+        self[index] = piece

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from kvferry.protocol import fences
 from kvferry.protocol.commands import AnnounceCommand, Receive, ReceiveFailed, Source, Withdraw
+from kvferry.protocol.limits import ID_CHARACTERS_MAX
 from kvferry.protocol.outputs import Link, Resolve
-from kvferry.protocol.reasons import CANCELLED, HANDSHAKE, TABLE_FULL, coded
+from kvferry.protocol.reasons import CANCELLED, HANDSHAKE, MALFORMED, TABLE_FULL, because, coded
 from kvferry.protocol.receptions import SOURCES_MAX, ConsumerState, Reception, SourceLinks
 from kvferry.protocol.states import RECEPTION, ReceptionEvent, ReceptionState
 
@@ -13,7 +14,8 @@ from kvferry.protocol.states import RECEPTION, ReceptionEvent, ReceptionState
 def announce(state: ConsumerState, command: AnnounceCommand, now: float) -> None:
     """A decode request waits for memory."""
     key = (command.transfer, command.consumer)
-    if key in state.rows or len(state.rows) >= state.limits.transfers_max:
+    too_long = max(len(command.transfer), len(command.consumer)) > ID_CHARACTERS_MAX
+    if too_long or key in state.rows or len(state.rows) >= state.limits.transfers_max:
         # Without an announcement the lease may end earlier; the reception itself is not in doubt.
         state.count("announce_dropped")
         return
@@ -28,6 +30,12 @@ def receive(state: ConsumerState, command: Receive, now: float) -> None:
     row = state.rows.get(key)
     if row is not None and row.state is not ReceptionState.ANNOUNCED:
         state.count("received_twice")
+        return
+    if len(command.consumer) > ID_CHARACTERS_MAX or len(command.transfer) > ID_CHARACTERS_MAX:
+        reason = because(MALFORMED, f"an id of more than {ID_CHARACTERS_MAX} characters")
+        state.results.append(
+            ReceiveFailed(command.transfer, command.consumer, reason, command.start, fenced=True)
+        )
         return
     if row is None:
         if len(state.rows) >= state.limits.transfers_max:

@@ -33,7 +33,7 @@ def heard(state: ConsumerState, name: PeerName, now: float) -> None:
 
 def landed(state: ConsumerState, name: PeerName, message: Landed, now: float) -> None:
     """A slice is in place."""
-    found = _find(state, name, message.transfer, message.consumer)
+    found = _find(state, name, message.transfer, message.consumer, now)
     if found is not None:
         row, part = found
         part.landed.add(max(message.start, row.start), min(message.stop, row.stop))
@@ -41,7 +41,7 @@ def landed(state: ConsumerState, name: PeerName, message: Landed, now: float) ->
 
 def written(state: ConsumerState, name: PeerName, message: Written, now: float) -> None:
     """Everything is in place, from this rank."""
-    found = _find(state, name, message.transfer, message.consumer)
+    found = _find(state, name, message.transfer, message.consumer, now)
     if found is None:
         return
     row, part = found
@@ -62,7 +62,7 @@ def written(state: ConsumerState, name: PeerName, message: Written, now: float) 
 
 def failed(state: ConsumerState, name: PeerName, message: Failed, now: float) -> None:
     """This rank will write no more, and writes nothing now."""
-    found = _find(state, name, message.transfer, message.consumer)
+    found = _find(state, name, message.transfer, message.consumer, now)
     if found is None:
         return
     row, part = found
@@ -76,7 +76,7 @@ def failed(state: ConsumerState, name: PeerName, message: Failed, now: float) ->
 
 def cancelled(state: ConsumerState, name: PeerName, message: Cancelled, now: float) -> None:
     """The fence."""
-    found = _find(state, name, message.transfer, message.consumer)
+    found = _find(state, name, message.transfer, message.consumer, now)
     if found is None:
         return
     row, part = found
@@ -93,6 +93,7 @@ def status(state: ConsumerState, name: PeerName, message: Status, now: float) ->
         part = None if row is None else (row.parts or {}).get(name)
         if row is None or part is None or part.ended:
             continue
+        part.heard_at = now
         if row.state is not ReceptionState.WAITING or entry.state != "unknown":
             continue
         if now >= row.waiting_since + state.limits.unknown_seconds:
@@ -148,14 +149,17 @@ def silent(state: ConsumerState, name: PeerName, now: float) -> None:
 
 def _give_up(state: ConsumerState, name: PeerName, reason: str, now: float) -> None:
     for key in sorted(state.peers[name].receptions):
-        row = state.rows[key]
-        if row.state is ReceptionState.WAITING:
-            fences.fail(state, row, reason, now)
-        elif row.state is ReceptionState.ANNOUNCED:
-            fences.leave(state, row)
-            row.parts = None
-        else:
-            fences.check(state, row, now)
+        _give_up_one(state, state.rows[key], reason, now)
+
+
+def _give_up_one(state: ConsumerState, row: Reception, reason: str, now: float) -> None:
+    if row.state is ReceptionState.WAITING:
+        fences.fail(state, row, reason, now)
+    elif row.state is ReceptionState.ANNOUNCED:
+        fences.leave(state, row)
+        row.parts = None
+    else:
+        fences.check(state, row, now)
 
 
 def forget_links(state: ConsumerState, name: PeerName) -> None:
@@ -177,10 +181,7 @@ def renew(state: ConsumerState, name: PeerName, now: float) -> None:
         part = (row.parts or {}).get(name)
         if part is None or part.ended:
             continue
-        if row.state in _UNENDED:
-            wanted.append(key)
-            part.granted_at = now
-        else:
+        if row.state not in _UNENDED:
             cancel = Cancel(
                 transfer=row.transfer,
                 consumer=row.consumer,
@@ -188,6 +189,16 @@ def renew(state: ConsumerState, name: PeerName, now: float) -> None:
                 sharers=part.link.sharers,
             )
             state.outputs.append(Send(name, cancel))
+            fences.check(state, row, now)
+        elif fences.is_unanswered(state, part, now):
+            # It may talk of other things and not know our link: a later request says Hello again.
+            forget_links(state, name)
+            seconds = state.limits.silence_seconds
+            reason = because(PEER_SILENT, f"nothing heard of this transfer for {seconds:g} s")
+            _give_up_one(state, row, reason, now)
+        else:
+            wanted.append(key)
+            part.granted_at = now
     if wanted:
         message = Renew(transfers=tuple(wanted), write_seconds=state.limits.write_seconds)
         state.outputs.append(Send(name, message))
@@ -201,11 +212,12 @@ def _fail(state: ConsumerState, row: Reception, reason: str, now: float) -> None
 
 
 def _find(
-    state: ConsumerState, name: PeerName, transfer: TransferId, consumer: ConsumerId
+    state: ConsumerState, name: PeerName, transfer: TransferId, consumer: ConsumerId, now: float
 ) -> tuple[Reception, Part] | None:
     row = state.rows.get((transfer, consumer))
     part = None if row is None else (row.parts or {}).get(name)
     if row is None or part is None:
         state.count("late_message")
         return None
+    part.heard_at = now
     return row, part

@@ -19,7 +19,7 @@ from kvferry.protocol.states import PART, RECEPTION, PartEvent, PartState, Recep
 
 def join(state: ConsumerState, row: Reception, links: tuple[Link, ...], now: float) -> None:
     """The producer's ranks are known: wait for them, and tell them what we have got so far."""
-    row.parts = {link.peer: Part(link) for link in links}
+    row.parts = {link.peer: Part(link, heard_at=now) for link in links}
     for link in links:
         _watch(state, link.peer, row, now)
     if row.withdrawn:
@@ -110,7 +110,7 @@ def check(state: ConsumerState, row: Reception, now: float) -> None:
             _report(state, row, fenced=True)
         _end(state, row)
     elif row.state is ReceptionState.FAILING and any(
-        is_silent(state, part.link.peer, now) for part in row.open_parts()
+        is_silent(state, part.link.peer, now) or is_unanswered(state, part, now) for part in row.open_parts()
     ):
         row.state = RECEPTION.next(row.state, ReceptionEvent.GIVE_UP)
         _report(state, row, fenced=False)
@@ -177,6 +177,11 @@ def is_silent(state: ConsumerState, name: PeerName, now: float) -> bool:
     """Whether a peer that receptions wait for has said nothing for too long."""
     peer = state.peers.get(name)
     return peer is not None and now >= peer.last_heard + state.limits.silence_seconds
+
+
+def is_unanswered(state: ConsumerState, part: Part, now: float) -> bool:
+    """Whether a rank says nothing of this reception, whatever else it says: it may not know our link."""
+    return now - part.heard_at >= state.limits.silence_seconds
 
 
 def lapse(state: ConsumerState, row: Reception, now: float) -> None:

@@ -6,6 +6,9 @@ import msgspec
 
 from kvferry.errors import UsageError
 
+ID_CHARACTERS_MAX = 4096
+"""Of a transfer's or consumer's id: the notification of a write names both and must fit one payload."""
+
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Time limits in seconds and maxima. What happens at each is said beside it."""

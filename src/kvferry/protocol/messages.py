@@ -38,9 +38,13 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class HelloRefused(Message, frozen=True, tag="hello_refused"):
-    """The answer to a Hello that cannot be honoured (version, geometry)."""
+    """The answer to a Hello that cannot be honoured (version, geometry).
+
+    `silent` says that no write of ours is in flight to you, so that it is a fence too.
+    """
 
     reason: str
+    silent: bool = False
 
 
 class Complaint(Message, frozen=True, tag="complaint"):

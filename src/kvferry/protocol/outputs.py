@@ -82,3 +82,5 @@ class PeerFacts(msgspec.Struct, frozen=True):
 
     block_tokens: tuple[int, ...]
     slice_tokens: int
+    block_counts: tuple[int, ...] = ()
+    """Blocks of each group of the peer's cache; a registration cannot have more."""

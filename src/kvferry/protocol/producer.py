@@ -15,7 +15,7 @@ from kvferry.errors import PeerError
 from kvferry.ids import PeerName
 from kvferry.protocol import producer_host, producer_peer, pump, settle
 from kvferry.protocol.commands import Abandon, Advance, Command, Expect, Finish, Preempt, Result
-from kvferry.protocol.limits import Limits
+from kvferry.protocol.limits import ID_CHARACTERS_MAX, Limits
 from kvferry.protocol.messages import Announce, AnyMessage, Cancel, Fetched, Register, Renew
 from kvferry.protocol.outputs import Output, PeerFacts, PostSlice
 from kvferry.protocol.reasons import CLOSED, LEASE_EXPIRED, UNKNOWN
@@ -40,6 +40,12 @@ PRODUCER_COMMANDS = frozenset(_COMMANDS)
 PRODUCER_MESSAGES = frozenset(_MESSAGES)
 
 
+def _check_ids(message: Any) -> None:
+    pairs = message.transfers if isinstance(message, Renew) else ((message.transfer, message.consumer),)
+    if any(len(name) > ID_CHARACTERS_MAX for pair in pairs for name in pair):
+        raise PeerError(f"an id of more than {ID_CHARACTERS_MAX} characters")
+
+
 class ProducerCore:
     """One rank's producer side. `block_tokens[g]` is our own block size of cache group g in tokens."""
 
@@ -60,6 +66,7 @@ class ProducerCore:
         """
         if peer not in self.state.lanes:
             raise PeerError(f"{type(message).__name__} before Hello")
+        _check_ids(message)
         _MESSAGES[type(message)](self.state, peer, message, now)
 
     def handle_link(self, peer: PeerName, facts: PeerFacts) -> None:
@@ -136,6 +143,10 @@ class ProducerCore:
     def knows(self, transfer: object) -> bool:
         """Whether the transfer has not ended here."""
         return transfer in self.state.rows
+
+    def writes_to(self, peer: PeerName) -> bool:
+        """Whether a slice towards a peer has not ended."""
+        return any(key[0] == peer for _, key in self.state.slices.values())
 
     def in_flight(self) -> int:
         """Slices that have been given out and have not ended."""

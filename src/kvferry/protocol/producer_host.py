@@ -19,7 +19,7 @@ def expect(state: ProducerState, command: Expect, now: float) -> None:
         # The connector refuses a second request under an active id; the first one keeps its transfer.
         state.count("expected_twice")
         return
-    state.tombstones.pop(command.transfer, None)
+    tombstone = state.tombstones.pop(command.transfer, None)
     state.timers.cancel(("tombstone", command.transfer))
     if row is None:
         if len(state.rows) >= state.limits.transfers_max:
@@ -27,6 +27,8 @@ def expect(state: ProducerState, command: Expect, now: float) -> None:
             return
         row = SourceRow(command.transfer)
         state.rows[command.transfer] = row
+    if tombstone is not None:
+        row.past = tombstone.answers
     state.timers.cancel(("unknown", command.transfer))
     row.state = SOURCE.next(row.state, SourceEvent.EXPECT)
     row.tokens, row.consumers = command.tokens, command.consumers

@@ -22,6 +22,7 @@ from kvferry.protocol.producer_host import check_length
 from kvferry.protocol.reasons import CANCELLED, MALFORMED, PEER_LOST, TABLE_FULL, because, coded
 from kvferry.protocol.sources import (
     Delivery,
+    DeliveryKey,
     Lane,
     ProducerState,
     SourceRow,
@@ -106,8 +107,7 @@ def cancel(state: ProducerState, peer: PeerName, message: Cancel, now: float) ->
     fence = Cancelled(transfer=message.transfer, consumer=message.consumer)
     tombstone = state.tombstones.get(message.transfer)
     if message.transfer not in state.rows and tombstone is not None:
-        if (peer, message.consumer) in tombstone.answers:
-            tombstone.answers[(peer, message.consumer)] = fence
+        _remember(state, tombstone, (peer, message.consumer), fence)
         state.outputs.append(Send(peer, fence))
         return
     delivery = _delivery(state, peer, message, now)
@@ -179,6 +179,11 @@ def _delivery(
         state.rows[message.transfer] = row
         state.timers.set(("unknown", message.transfer), now + state.limits.unknown_seconds)
     key = (peer, message.consumer)
+    if key in row.past:
+        # It was told that we are silent, so whatever it said before that is void. Ids are used once.
+        fence = Cancelled(transfer=message.transfer, consumer=message.consumer)
+        state.outputs.append(Send(peer, fence if isinstance(message, Cancel) else row.past[key]))
+        return None
     if key not in row.deliveries:
         if len(row.deliveries) >= state.limits.consumers_max:
             state.count("table_full")
@@ -199,11 +204,19 @@ def _answer_late(
     tombstone: Tombstone,
 ) -> None:
     state.count("late_message")
-    answer = tombstone.answers.get((peer, message.consumer))
-    if answer is not None:
-        state.outputs.append(Send(peer, answer))
-    else:
-        _send_failed(state, peer, message, tombstone.outcome)
+    key = (peer, message.consumer)
+    answer = tombstone.answers.get(key)
+    if answer is None:
+        start = message.start if isinstance(message, Register) else 0
+        answer = _failed(message.transfer, message.consumer, tombstone.outcome, start)
+        _remember(state, tombstone, key, answer)
+    state.outputs.append(Send(peer, answer))
+
+
+def _remember(state: ProducerState, tombstone: Tombstone, key: DeliveryKey, answer: AnyMessage) -> None:
+    """What a consumer was told stays true: its blocks may be another request's from now on."""
+    if key in tombstone.answers or len(tombstone.answers) < state.limits.consumers_max:
+        tombstone.answers[key] = answer
 
 
 def _ended_answer(
@@ -212,12 +225,17 @@ def _ended_answer(
     row = state.rows.get(transfer)
     if row is not None:
         delivery = row.deliveries.get((peer, consumer))
-        return delivery.answer if delivery is not None and delivery.ended else None
+        if delivery is None:
+            return row.past.get((peer, consumer))
+        return delivery.answer if delivery.ended else None
     tombstone = state.tombstones.get(transfer)
     if tombstone is None:
         return None
-    late = Failed(transfer=transfer, consumer=consumer, reason=tombstone.outcome, valid_until=0)
-    return tombstone.answers.get((peer, consumer), late)
+    if (peer, consumer) not in tombstone.answers:
+        late = _failed(transfer, consumer, tombstone.outcome, 0)
+        _remember(state, tombstone, (peer, consumer), late)
+        return late
+    return tombstone.answers[(peer, consumer)]
 
 
 def _keep_lease(state: ProducerState, transfer: TransferId, now: float) -> None:
@@ -238,8 +256,11 @@ def _send_failed(
     state: ProducerState, peer: PeerName, message: Announce | Register | Cancel | Fetched, reason: str
 ) -> None:
     start = message.start if isinstance(message, Register) else 0
-    failed = Failed(transfer=message.transfer, consumer=message.consumer, reason=reason, valid_until=start)
-    state.outputs.append(Send(peer, failed))
+    state.outputs.append(Send(peer, _failed(message.transfer, message.consumer, reason, start)))
+
+
+def _failed(transfer: TransferId, consumer: ConsumerId, reason: str, valid_until: int) -> Failed:
+    return Failed(transfer=transfer, consumer=consumer, reason=reason, valid_until=valid_until)
 
 
 def _refuse(state: ProducerState, peer: PeerName, message: Register, reason: str, now: float) -> None:
@@ -282,8 +303,9 @@ def _malformed(state: ProducerState, lane: Lane, message: Register) -> str:
         if any(first < 0 or count < 1 or first + count > BLOCK_ID_MAX for first, count in spans):
             return f"groups[{index}] has a span that is not (first >= 0, count >= 1)"
         first_block, past_block = blocks_covering(message.start, message.stop, tokens)
-        if past_block - first_block > state.limits.blocks_max:
-            return f"{past_block - first_block} blocks, the limit is {state.limits.blocks_max}"
+        blocks_max = min((state.limits.blocks_max, *lane.facts.block_counts[index : index + 1]))
+        if past_block - first_block > blocks_max:
+            return f"{past_block - first_block} blocks, the limit is {blocks_max}"
         if sum(count for _, count in spans) != past_block - first_block:
             return f"groups[{index}] does not have the {past_block - first_block} blocks of its tokens"
     return ""

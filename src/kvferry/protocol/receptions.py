@@ -31,6 +31,8 @@ class Part:
     landed: Ranges = field(default_factory=Ranges)
     valid_until: int = 0
     granted_at: float = 0.0
+    heard_at: float = 0.0
+    """When the rank last said something of this reception; what else it says is no answer."""
 
     @property
     def ended(self) -> bool:

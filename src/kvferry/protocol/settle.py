@@ -122,7 +122,7 @@ def _end(state: ProducerState, row: SourceRow, now: float) -> None:
     del state.rows[row.transfer]
     for kind in ("lease", "unknown", "retry"):
         state.timers.cancel((kind, row.transfer))
-    answers = {key: d.answer for key, d in row.deliveries.items() if d.answer is not None}
+    answers = row.past | {key: d.answer for key, d in row.deliveries.items() if d.answer is not None}
     registrations = {key: row.deliveries[key].registration for key in answers}
     bury(state, row, Tombstone(reason, answers, registrations, row.host_done), now)
 

@@ -121,6 +121,8 @@ class SourceRow:
     """When the frontier reached the prompt's end."""
     deliveries: dict[DeliveryKey, Delivery] = field(default_factory=dict)
     lease_until: float = 0.0
+    past: dict[DeliveryKey, AnyMessage] = field(default_factory=dict)
+    """What consumers were told in an earlier life of the id; it stays true, see `producer_peer`."""
 
     @property
     def in_flight(self) -> int:

@@ -7,6 +7,7 @@ import pytest
 from kvferry.agent.loop import Close
 from kvferry.ids import ConsumerId, TransferId
 from kvferry.layout.spans import to_spans
+from kvferry.protocol.codec import Encoder
 from kvferry.protocol.commands import (
     Abandon,
     Advance,
@@ -22,7 +23,8 @@ from kvferry.protocol.commands import (
     Withdraw,
 )
 from kvferry.protocol.limits import Limits
-from kvferry.transport.faults import PostFault
+from kvferry.protocol.messages import Register
+from kvferry.transport.faults import MessageFault, PostFault
 from kvferry.transport.memory import Traffic
 from tests.support.ranks import BLOCK_TOKENS, TestRank, World, prefill, receive, source_of
 
@@ -469,3 +471,90 @@ def test_strangers_bytes_are_counted_and_ignored() -> None:
     assert producer.stats.peer_errors == 5
     producer.do(*prefill(T1, [3], BLOCK_TOKENS))
     world.until(lambda: consumer.of(Received))
+
+
+def test_a_lost_hello_is_noticed_although_the_peer_talks_of_other_things() -> None:
+    """P04, promise 6: P renews what it wants of D; that says nothing of what D wants of P."""
+    world = World()
+    producer, consumer = pair(world)
+    back = TransferId("transfer-back")
+    consumer.do(Expect(back, BLOCK_TOKENS))
+    producer.do(receive(back, "b", source_of(consumer, 2), [8], BLOCK_TOKENS))
+    world.run(0.1)
+    world.fabric.inject(consumer.peer, producer.peer, MessageFault.LOSE)
+    producer.do(*prefill(T1, [3], BLOCK_TOKENS))
+    consumer.do(receive(T1, "r1", source_of(producer, 1), [20], BLOCK_TOKENS))
+    took = world.until(lambda: consumer.of(ReceiveFailed), 30.0)
+    assert took <= world.limits.silence_seconds + world.limits.renew_seconds
+    again = TransferId("transfer-0002")
+    producer.do(*prefill(again, [4], BLOCK_TOKENS))
+    consumer.do(receive(again, "r2", source_of(producer, 1), [21], BLOCK_TOKENS))
+    world.until(lambda: consumer.of(Received))
+    assert_copied(producer, consumer, {4: 21})
+
+
+def test_a_registration_that_arrives_after_the_producer_gave_up_is_void() -> None:
+    """Promise 2: D was told that nothing will be written and has its blocks back."""
+    world = World()
+    producer, consumer = pair(world)
+    landed: list[object] = []
+    world.fabric.on_land(landed.append)
+    other = TransferId("transfer-0000")
+    producer.do(Expect(other, BLOCK_TOKENS))
+    consumer.do(receive(other, "o", source_of(producer, 1), [8], BLOCK_TOKENS))
+    world.run(0.004)
+    consumer.do(receive(T1, "c", source_of(producer, 1), [20], BLOCK_TOKENS))
+    world.run(0.004)
+    due = producer.loop.producer.state.timers._due[("unknown", T1)][0]
+    world.run(due - world.clock.now - 0.002)
+    world.fabric.hold(consumer.peer, producer.peer)
+    world.until(lambda: consumer.of(ReceiveFailed), 1.0)
+    assert consumer.of(ReceiveFailed)[0].fenced
+    producer.do(*prefill(T1, [3], BLOCK_TOKENS))
+    world.step()
+    world.fabric.release(consumer.peer, producer.peer)
+    world.run(0.5)
+    assert not landed
+
+
+def test_an_id_that_is_too_long_fails_that_request_alone() -> None:
+    """S01: the notification of a write could not carry it; the agents live on."""
+    world = World()
+    producer, consumer = pair(world)
+    consumer.do(receive(T1, "c" * 70_000, source_of(producer, 1), [20], BLOCK_TOKENS))
+    world.until(lambda: consumer.of(ReceiveFailed))
+    assert consumer.of(ReceiveFailed)[0].reason.startswith("malformed")
+    consumer.do(receive(T1, "r1", source_of(producer, 1), [20], BLOCK_TOKENS))
+    world.run(0.1)
+    long = Register(
+        transfer=T1,
+        consumer=ConsumerId("c" * 70_000),
+        start=0,
+        stop=16,
+        groups=(((1, 1),),),
+        write_seconds=1.0,
+    )
+    for payload in Encoder(consumer.transport.notification_bytes_max).encode(long):
+        consumer.transport.send(producer.peer, payload)
+    world.run(0.1)
+    assert producer.stats.peer_errors == 1
+    producer.do(*prefill(T1, [3], BLOCK_TOKENS))
+    world.until(lambda: consumer.of(Received))
+
+
+def test_a_late_hello_of_an_older_incarnation_does_not_replace_the_newer() -> None:
+    """A02, A21: it is refused; the newer one's link stands, and nothing dies."""
+    world = World()
+    producer, consumer = pair(world)
+    consumer.do(receive(T1, "r1", source_of(producer, 1), [20], BLOCK_TOKENS))
+    world.run(0.1)
+    [again] = world.engine("D", 2)
+    second = TransferId("transfer-0002")
+    again.do(receive(second, "r1", source_of(producer, 1), [30], BLOCK_TOKENS))
+    world.run(0.1)
+    third = TransferId("transfer-0003")
+    consumer.do(receive(third, "r3", source_of(producer, 1), [40], BLOCK_TOKENS))
+    world.until(lambda: any(failed.transfer == third for failed in consumer.of(ReceiveFailed)), 40.0)
+    producer.do(*prefill(second, [4], BLOCK_TOKENS))
+    world.until(lambda: again.of(Received))
+    assert_copied(producer, again, {4: 30})

@@ -489,16 +489,19 @@ def test_what_was_asked_for_is_asked_again_until_it_is_answered() -> None:
     assert rank.at(6.0) == []
 
 
-def test_any_message_is_a_sign_of_life() -> None:
+def test_what_a_peer_says_of_other_things_is_no_answer() -> None:
+    """P04: a producer that talks but never of this transfer may not know our link."""
     rank = Rank()
     rank.command(receive())
-    rank.at(9.0)
-    rank.core.handle_heard(P0, 9.0)
-    rank.core.handle_heard(PeerName("stranger"), 9.0)
-    rank.at(18.9)
+    for second in range(1, 10):
+        rank.core.handle_heard(P0, float(second))
+        rank.at(float(second))
     assert rank.results() == []
-    rank.at(19.0)
-    assert rank.results() == [failure(SILENT, fenced=False)]
+    rank.core.handle_heard(P0, 10.0)
+    rank.at(10.0)
+    [failed] = rank.results()
+    assert failed.reason == "peer_silent: nothing heard of this transfer for 10 s"
+    assert not failed.fenced
 
 
 # --- connections -----------------------------------------------------------------------------------
