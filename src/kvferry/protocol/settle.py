@@ -123,7 +123,7 @@ def _end(state: ProducerState, row: SourceRow, now: float) -> None:
     for kind in ("lease", "unknown", "retry"):
         state.timers.cancel((kind, row.transfer))
     answers = row.past | {key: d.answer for key, d in row.deliveries.items() if d.answer is not None}
-    registrations = {key: row.deliveries[key].registration for key in answers}
+    registrations = {key: d.registration for key, d in row.deliveries.items() if key in answers}
     bury(state, row, Tombstone(reason, answers, registrations, row.host_done), now)
 
 

@@ -515,6 +515,11 @@ def test_a_registration_that_arrives_after_the_producer_gave_up_is_void() -> Non
     world.fabric.release(consumer.peer, producer.peer)
     world.run(0.5)
     assert not landed
+    # The id's second life ends as well, and what was said in the first is remembered beyond it.
+    world.until(lambda: producer.of(Released), 40.0)
+    consumer.do(receive(T1, "c", source_of(producer, 1), [20], BLOCK_TOKENS))
+    world.until(lambda: len(consumer.of(ReceiveFailed)) == 2)
+    assert not landed
 
 
 def test_an_id_that_is_too_long_fails_that_request_alone() -> None:
