@@ -155,6 +155,7 @@ class Api:
         except RequestError as error:
             cause = error.cause
             if exchange.response is None:
+                error.request_id = exchange.request_id
                 raise
             await exchange.say_why(error)
             return exchange.response
@@ -188,12 +189,15 @@ class Api:
             return await handler(request)
         except RequestError as error:
             failure = error
+        except RecursionError:
+            failure = RequestError(400, Cause.INVALID_REQUEST, "the body is nested too deeply")
         except web.HTTPException as error:
             failure = RequestError(error.status, Cause.NOT_FOUND, f"{request.path}: {error.reason}")
         except Exception:
             logger.exception("a request failed by a fault of the router")
             failure = RequestError(500, Cause.INTERNAL, "internal error of the router; see its log")
         headers = failure.headers() | {"Content-Type": failure.content_type()}
+        headers["X-Request-Id"] = failure.request_id or _request_id(request)
         return web.Response(status=failure.status, body=failure.body(), headers=headers)
 
     def _authorize(self, request: web.Request) -> None:
@@ -214,7 +218,7 @@ class _Exchange:
         self._settings = api.settings
         self._dispatcher = api.dispatcher
         self._request = request
-        self._request_id = _request_id(request)
+        self.request_id = _request_id(request)
         self._started = asyncio.get_running_loop().time()
         self.response: web.StreamResponse | None = None
         """Set as soon as bytes have gone to the client: from then on errors are events in its stream."""
@@ -223,7 +227,7 @@ class _Exchange:
         try:
             async with self._bounded(deadline):
                 asked = read(endpoint, await self._body(), self._settings.prompts_max)
-                relay = Relay(self._dispatcher, asked, self._request_id, _forwarded(self._request), account)
+                relay = Relay(self._dispatcher, asked, self.request_id, _forwarded(self._request), account)
                 return await self._respond(asked, relay)
         except TimeoutError as error:
             if self._api.ended:
@@ -284,7 +288,7 @@ class _Exchange:
             ) from error
 
     async def _respond(self, asked: ClientRequest, relay: Relay) -> web.StreamResponse:
-        headers = {"X-Request-Id": self._request_id}
+        headers = {"X-Request-Id": self.request_id}
         if not asked.stream:
             answer = await relay.answer()
             whole = web.Response(body=msgspec.json.encode(answer), content_type=JSON, headers=headers)

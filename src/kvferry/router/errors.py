@@ -81,6 +81,8 @@ class RequestError(KvferryError):
         self.param = param
         self.answer = answer
         self.retry_after_seconds = retry_after_seconds
+        self.request_id = ""
+        """That of the request that it ended, where one was given or made."""
 
     def body(self) -> bytes:
         """The HTTP body: the engine's own for a 4xx of an engine, else an error in OpenAI's shape."""

@@ -94,5 +94,9 @@ def _check_url(flag: str, url: str) -> None:
         usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
     except ValueError:
         usable = False
+    if usable and parts.path.endswith("/v1"):
+        raise UsageError(
+            f"{flag}: {url!r} ends in /v1; give the engine's base URL, {url.removesuffix('/v1')}"
+        )
     if not usable or parts.query or parts.fragment or url.endswith("/"):
         raise UsageError(f"{flag}: {url!r} is not a base URL; write it like http://127.0.0.1:8100")

@@ -7,6 +7,8 @@ import asyncio
 import aiohttp
 import pytest
 
+from kvferry.errors import UsageError
+from kvferry.router.settings import RouterSettings
 from tests.support.fake_engine import Step
 from tests.support.router_world import events_of, router_world, until
 
@@ -253,3 +255,28 @@ async def test_stopping_at_once_leaves_no_leg() -> None:
         await decode.disconnected.wait()
         with pytest.raises(aiohttp.ClientError):
             await request
+
+
+async def test_errors_carry_the_request_id_too() -> None:
+    """It is with a failed request that one looks for its line in the log."""
+    async with router_world() as world:
+        for path, body in (("/v1/completions", b"not JSON"), ("/v1/nothing", b"{}")):
+            async with world.client.post(path, data=body, headers={"X-Request-Id": "mine-1"}) as response:
+                assert response.status in {400, 404}
+                assert response.headers["X-Request-Id"] == "mine-1"
+        async with world.client.post("/v1/completions", data=b"not JSON") as response:
+            assert len(response.headers["X-Request-Id"]) == 32
+
+
+@pytest.mark.parametrize("depth", [200, 900, 950, 999, 5000])
+async def test_a_body_that_is_nested_too_deeply_is_the_clients_error(depth: int) -> None:
+    async with router_world() as world:
+        nested = b'{"a":' * depth + b"1" + b"}" * depth
+        body = b'{"model":"tiny","prompt":"x","max_tokens":1,"extra":' + nested + b"}"
+        async with world.client.post("/v1/completions", data=body) as response:
+            assert response.status in ({200} if depth == 200 else {200, 400})
+
+
+def test_a_base_url_with_v1_is_refused_with_the_right_one() -> None:
+    with pytest.raises(UsageError, match=r"ends in /v1; give the engine's base URL, http://a:1$"):
+        RouterSettings(prefill=("http://a:1/v1",), decode=("http://b:1",))
