@@ -23,6 +23,7 @@ from kvferry.cli.engines import Deployment, Endpoints, bring_up
 from kvferry.cli.fleet import Fleet, termination_interrupts
 from kvferry.cli.requests import Answer, RequestError, ask
 from kvferry.cli.scrape import Counters, read_block_tokens, read_counters
+from kvferry.cli.tiny_model import write_tiny_model
 from kvferry.errors import KvferryError
 
 MODEL_NAME = "tiny"
@@ -199,11 +200,9 @@ def same(answer: Answer, expected: Answer) -> bool:
 
 @contextlib.contextmanager
 def _tiny_model(seed: int) -> Iterator[Path]:
-    from kvferry.cli.tinymodel import Shape, write_model  # noqa: PLC0415 - needs numpy and tokenizers
-
     with tempfile.TemporaryDirectory(prefix="kvferry-demo-") as directory:
         model = Path(directory) / MODEL_NAME
-        write_model(model, Shape(), seed=seed)
+        write_tiny_model(model, seed=seed)
         yield model
 
 

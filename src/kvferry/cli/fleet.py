@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, TracebackType
 
 from kvferry.cli.processes import STOP_SECONDS_MAX, ServerProcess, ServerSpec, wait_for_exit
+from kvferry.cli.server_logs import cause, without_noise
 from kvferry.errors import KvferryError, UsageError
 
 # The guards need the grace of their servers, and a moment.
@@ -122,7 +123,11 @@ class Fleet:
     def _fail_if_any(self, ended: list[ServerProcess]) -> None:
         if ended:
             server = ended[0]
-            raise FleetError(f"{server.spec.name} ended with {server.exit_text}. {_end_of_log(server)}")
+            how = server.exit_text
+            ended_how = f"unexpectedly ({how})" if how == "exit code 0" else f"with {how}"
+            raise FleetError(
+                f"{server.spec.name} ended {ended_how}. {_cause_in_log(server)}{_end_of_log(server)}"
+            )
 
     def _fail_if_late(self, late: list[ServerProcess], seconds: float) -> None:
         if late:
@@ -149,4 +154,17 @@ def termination_interrupts() -> Iterator[None]:
 
 
 def _end_of_log(server: ServerProcess) -> str:
-    return f"The end of its log ({server.spec.log}):\n{server.log_tail(FAILURE_LOG_LINES)}"
+    try:
+        tail = "\n".join(without_noise(server.log_lines())[-FAILURE_LOG_LINES:])
+    except OSError as error:
+        tail = f"(no log: {error})"
+    return f"The end of its log ({server.spec.log}):\n{tail}"
+
+
+def _cause_in_log(server: ServerProcess) -> str:
+    try:
+        found = cause(server.log_lines())
+    except OSError:
+        # The end of the log, which follows, says that there is none.
+        return ""
+    return f"The cause, as far as its log tells: {found}\n" if found else ""

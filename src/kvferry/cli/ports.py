@@ -7,6 +7,8 @@ import socket
 
 from kvferry.errors import UsageError
 
+PORT_MAX = 65535
+
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """`count` different ports that nobody listens on.
@@ -23,8 +25,10 @@ def claim_port(host: str, port: int) -> int:
     """`port` if it is free, or a free one if `port` is 0.
 
     Raises:
-        UsageError: the address is not this machine's, or the port is taken.
+        UsageError: the port is no port, the address is not this machine's, or the port is taken.
     """
+    if not 0 <= port <= PORT_MAX:
+        raise UsageError(f"--port must be a port from 0 to {PORT_MAX}, not {port}")
     try:
         with _bound(host, port) as held:
             return int(held.getsockname()[1])

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-TAIL_BYTES_MAX = 64 * 1024
+TAIL_BYTES_MAX = 256 * 1024
 HEALTH_SECONDS_MAX = 2.0
 STOP_SECONDS_MAX = 15.0
 _SIGNALS = frozenset(int(number) for number in signal.Signals)
@@ -101,15 +101,22 @@ class ServerProcess:
         return self.ready
 
     def log_tail(self, lines: int = 20) -> str:
-        """The last lines of its log."""
+        """The last lines of its log, or why there are none."""
         try:
-            with self.spec.log.open("rb") as log:
-                size = log.seek(0, os.SEEK_END)
-                log.seek(max(0, size - TAIL_BYTES_MAX))
-                text = log.read().decode("utf-8", errors="replace")
+            return "\n".join(self.log_lines()[-lines:])
         except OSError as error:
             return f"(no log: {error})"
-        return "\n".join(text.splitlines()[-lines:])
+
+    def log_lines(self) -> list[str]:
+        """The lines of the last `TAIL_BYTES_MAX` of its log; the first may lack its beginning.
+
+        Raises:
+            OSError: the log cannot be read.
+        """
+        with self.spec.log.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(0, size - TAIL_BYTES_MAX))
+            return log.read(TAIL_BYTES_MAX).decode("utf-8", errors="replace").splitlines()
 
     def request_stop(self) -> None:
         """Ask for an orderly end: SIGTERM to the server, SIGKILL to its group after `STOP_SECONDS_MAX`."""

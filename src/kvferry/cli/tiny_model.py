@@ -10,6 +10,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from kvferry.errors import UsageError
+
+# What only the engines need; it comes with the extras.
+ENGINE_PACKAGES = frozenset(("numpy", "safetensors", "tokenizers"))
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model's directory, its shape and its seed."""
@@ -29,14 +34,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(namespace: argparse.Namespace) -> int:
     """Write the model and say where."""
-    from kvferry.cli.tinymodel import Shape, write_model  # noqa: PLC0415 - needs numpy and tokenizers
-
-    shape = Shape(
-        layers=namespace.layers,
-        heads=namespace.heads,
-        kv_heads=namespace.kv_heads,
-        max_positions=namespace.max_positions,
-    )
-    write_model(namespace.directory, shape, seed=namespace.seed)
-    print(f"Wrote a random model of {shape.layers} layers to {namespace.directory}")
+    sizes = {name: getattr(namespace, name) for name in ("layers", "heads", "kv_heads", "max_positions")}
+    write_tiny_model(namespace.directory, seed=namespace.seed, **sizes)
+    print(f"Wrote a random model of {namespace.layers} layers to {namespace.directory}")
     return 0
+
+
+def write_tiny_model(directory: Path, *, seed: int, **sizes: int) -> None:
+    """Write the model; `sizes` are the fields of its `Shape` that differ from the defaults.
+
+    Raises:
+        UsageError: its packages are missing, it cannot be built, or the directory cannot be written.
+    """
+    try:
+        from kvferry.cli.tinymodel import Shape, write_model  # noqa: PLC0415 - needs `ENGINE_PACKAGES`
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ENGINE_PACKAGES:
+            raise
+        raise UsageError(
+            f"the tiny model needs the engines' packages ({error.name} is missing); install kvferry with "
+            "its extra cpu or vllm"
+        ) from error
+    try:
+        write_model(directory, Shape(**sizes), seed=seed)
+    except OSError as error:
+        raise UsageError(
+            f"the model cannot be written to {directory}: {error.strerror or error}; choose a directory that "
+            "can be written"
+        ) from error

@@ -61,13 +61,18 @@ class Shape:
 
 
 def write_model(directory: Path, shape: Shape, *, seed: int = 0) -> None:
-    """Write config, tokenizer and weights; files of an earlier model in `directory` are replaced."""
+    """Write config, tokenizer and weights; files of an earlier model in `directory` are replaced.
+
+    Raises:
+        OSError: the directory cannot be made or written.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()
     vocabulary = tokenizer.get_vocab_size()
-    tokenizer.save(str(directory / "tokenizer.json"))
+    # First what says in an OSError that the directory cannot be written: the two libraries raise their own.
     _write_json(directory / "tokenizer_config.json", _tokenizer_config(shape))
     _write_json(directory / "config.json", _model_config(shape, vocabulary))
+    tokenizer.save(str(directory / "tokenizer.json"))
     save_file(
         build_weights(shape, vocabulary, spoken_from=vocabulary - WORDS, seed=seed),
         directory / "model.safetensors",

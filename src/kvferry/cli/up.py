@@ -19,6 +19,9 @@ from kvferry.cli.fleet import Fleet, termination_interrupts
 from kvferry.errors import UsageError
 
 STARTUP_SECONDS_DEFAULT = 600.0
+# An engine elsewhere than where we look for it would be waited for in vain, and one of another name or role
+# would not serve what the router sends.
+OWN_ENGINE_OPTIONS = frozenset(("--host", "--port", "--model", "--served-model-name", "--kv-transfer-config"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="more vLLM arguments for prefill engines; write --prefill-args='--option' for a single one",
     )
     parser.add_argument("--decode-args", default="", metavar="'ARGS'", help="the same for decode engines")
-    parser.add_argument("--router-args", default="", metavar="'ARGS'", help="more `kvferry router` arguments")
+    parser.add_argument(
+        "--router-args",
+        default="",
+        metavar="'ARGS'",
+        help="more `kvferry router` arguments; write --router-args='--option' for a single one",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="where the router listens (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
     parser.add_argument(
@@ -95,8 +103,8 @@ def read_deployment(namespace: argparse.Namespace) -> Deployment:
         prefill=namespace.prefill,
         decode=namespace.decode,
         reference=namespace.reference,
-        prefill_arguments=split_arguments("--prefill-args", namespace.prefill_args),
-        decode_arguments=split_arguments("--decode-args", namespace.decode_args),
+        prefill_arguments=engine_arguments("--prefill-args", namespace.prefill_args),
+        decode_arguments=engine_arguments("--decode-args", namespace.decode_args),
         router_arguments=split_arguments("--router-args", namespace.router_args),
         host=namespace.host,
         port=namespace.port,
@@ -119,6 +127,21 @@ def checked_model(model: str) -> str:
             f"--model {model}: there is no such directory; `kvferry tiny-model {model}` makes one"
         )
     return model
+
+
+def engine_arguments(option: str, text: str) -> tuple[str, ...]:
+    """More arguments for engines, in words.
+
+    Raises:
+        UsageError: one of them is an option that `kvferry up` itself sets.
+    """
+    arguments = split_arguments(option, text)
+    for argument in arguments:
+        # vLLM also reads underscores for dashes, and `--option.key` for one key of a JSON value.
+        name = argument.partition("=")[0].partition(".")[0].replace("_", "-")
+        if name in OWN_ENGINE_OPTIONS:
+            raise UsageError(f"{name} is set by kvferry up; leave it out of {option}")
+    return arguments
 
 
 def split_arguments(option: str, text: str) -> tuple[str, ...]:

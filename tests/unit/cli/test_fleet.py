@@ -72,6 +72,50 @@ def test_a_server_killed_by_a_signal_is_said_to_be(tmp_path: Path, fleet: Fleet)
         fleet.watch()
 
 
+def program_spec(directory: Path, program: str) -> ServerSpec:
+    command = (sys.executable, "-c", program)
+    return ServerSpec(name="x", command=command, host="127.0.0.1", port=1, log=directory / "x.log")
+
+
+def test_the_cause_comes_before_the_end_of_the_log(tmp_path: Path, fleet: Fleet) -> None:
+    """However much was logged after it."""
+    program = """
+print("(EngineCore pid=4) kvferry.errors.UsageError: buffer_bytes: too small")
+print("shutting down\\n" * 200)
+print("nanobind: leaked 3 instances!")
+raise SystemExit(3)
+"""
+    fleet.start([program_spec(tmp_path, program)])
+    with pytest.raises(FleetError) as raised:
+        fleet.wait_ready(SECONDS)
+    lines = str(raised.value).splitlines()
+    assert lines[0] == (
+        "x ended with exit code 3. The cause, as far as its log tells: "
+        "kvferry.errors.UsageError: buffer_bytes: too small"
+    )
+    assert lines[1] == f"The end of its log ({tmp_path / 'x.log'}):"
+    assert "shutting down" in lines
+    assert len(lines) <= 2 + fleet_module.FAILURE_LOG_LINES
+    assert "nanobind" not in str(raised.value)
+
+
+def test_a_server_that_ends_without_an_error_ended_unexpectedly(tmp_path: Path, fleet: Fleet) -> None:
+    fleet.start([program_spec(tmp_path, "print('bye')")])
+    with pytest.raises(FleetError) as raised:
+        fleet.wait_ready(SECONDS)
+    assert str(raised.value) == (
+        f"x ended unexpectedly (exit code 0). The end of its log ({tmp_path / 'x.log'}):\nbye"
+    )
+
+
+def test_a_server_that_ends_without_a_log_is_still_named(tmp_path: Path, fleet: Fleet) -> None:
+    fleet.start([stub_spec(tmp_path, "stub")])
+    fleet["stub"].spec.log.unlink()
+    fleet["stub"].kill()
+    with pytest.raises(FleetError, match=r"stub ended with signal SIGKILL\. The end .*\n\(no log: "):
+        fleet.watch()
+
+
 def test_a_watch_with_a_bound_returns(tmp_path: Path, fleet: Fleet) -> None:
     fleet.start([stub_spec(tmp_path, "stub")])
     fleet.watch(seconds=0.01)

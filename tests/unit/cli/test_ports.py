@@ -37,6 +37,12 @@ def test_a_taken_port_is_an_error_that_names_it_and_the_way_out() -> None:
             claim_port("127.0.0.1", port)
 
 
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_number_that_is_no_port_is_an_error(port: int) -> None:
+    with pytest.raises(UsageError, match=f"--port must be a port from 0 to 65535, not {port}"):
+        claim_port("127.0.0.1", port)
+
+
 def test_an_address_of_another_machine_is_an_error() -> None:
     with pytest.raises(UsageError, match=r"192\.0\.2\.1 .*--host"):
         claim_port("192.0.2.1", 0)

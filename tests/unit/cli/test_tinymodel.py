@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +108,50 @@ def test_the_chat_template_marks_roles_and_asks_for_the_answer(tmp_path: Path) -
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     text = jinja2.Template(template).render(messages=messages, add_generation_prompt=True)
     assert text == "<|system|>be brief<|end|><|user|>hi<|end|><|assistant|>"
+
+
+# --- what keeps it from being written ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("directory", ["/proc/x", "/proc/self"])
+def test_a_directory_that_cannot_be_written_is_named(
+    directory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether it cannot be made or is there already."""
+    assert main.main(["tiny-model", directory]) == 2
+    assert f"kvferry: the model cannot be written to {directory}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("package", ["numpy", "safetensors", "tokenizers"])
+@pytest.mark.parametrize("command", [["tiny-model", "x"], ["demo"]])
+def test_missing_packages_name_the_extras(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+    package: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _hide(monkeypatch, package)
+    assert main.main(command) == 2
+    message = capsys.readouterr().err
+    assert f"({package} is missing)" in message.replace(".numpy", "")
+    assert "needs the engines' packages" in message
+    assert "install kvferry with its extra cpu or vllm" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_missing_module_is_a_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _hide(monkeypatch, "kvferry.cli.tinymodel")
+    with pytest.raises(ModuleNotFoundError):
+        main.main(["tiny-model", str(tmp_path)])
+
+
+def _hide(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for module in [name, *(loaded for loaded in sys.modules if loaded.startswith(f"{name}."))]:
+        monkeypatch.setitem(sys.modules, module, None)
+    if name != "kvferry.cli.tinymodel":
+        monkeypatch.delitem(sys.modules, "kvferry.cli.tinymodel")
 
 
 # --- what the model says, by an implementation of its own ----------------------------------------

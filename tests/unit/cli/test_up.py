@@ -89,6 +89,52 @@ def test_arguments_with_an_open_quote(model: Path) -> None:
         parse("--model", str(model), "--prefill-args", "--x 'y")
 
 
+@pytest.mark.parametrize("option", ["--prefill-args", "--decode-args"])
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ("--port 9000", "--port"),
+        ("--enforce-eager --port=9000", "--port"),
+        ("--host 0.0.0.0", "--host"),
+        ("--model=other", "--model"),
+        ("--served-model-name m", "--served-model-name"),
+        ("--served_model_name=m", "--served-model-name"),
+        ("--kv-transfer-config '{}'", "--kv-transfer-config"),
+        ("--kv-transfer-config.kv_role kv_both", "--kv-transfer-config"),
+    ],
+)
+def test_what_up_sets_itself_is_refused_before_anything_starts(
+    model: Path, capsys: pytest.CaptureFixture[str], option: str, arguments: str, name: str
+) -> None:
+    assert main.main(["up", "--model", str(model), f"{option}={arguments}"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == f"kvferry: {name} is set by kvferry up; leave it out of {option}\n"
+    assert captured.out == ""
+
+
+def test_options_that_only_begin_like_those_of_up_are_passed_on(model: Path) -> None:
+    plan = parse("--model", str(model), "--prefill-args", "--model-impl vllm --max-model-len 512")
+    assert plan.prefill_arguments == ("--model-impl", "vllm", "--max-model-len", "512")
+
+
+def test_the_help_says_how_to_write_a_single_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Wide enough that no option is broken at its dashes.
+    monkeypatch.setenv("COLUMNS", "300")
+    parser = argparse.ArgumentParser()
+    up.add_arguments(parser)
+    text = parser.format_help()
+    assert "--prefill-args='--option'" in text
+    assert "--router-args='--option'" in text
+
+
+@pytest.mark.parametrize("port", ["99999", "-1"])
+def test_a_port_that_is_none_is_wrong_use(model: Path, capsys: pytest.CaptureFixture[str], port: str) -> None:
+    assert main.main(["up", "--model", str(model), "--port", port]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == f"kvferry: --port must be a port from 0 to 65535, not {port}\n"
+    assert captured.out == ""
+
+
 def test_a_taken_port_is_said_before_anything_starts(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """O01."""
     with socket.socket() as listener:
