@@ -79,8 +79,8 @@ class Links:
 
     # --- as a consumer ---------------------------------------------------------------------------
 
-    def open(self, source: Source, directory: Directory) -> tuple[tuple[Link, ...], list[PeerName]]:
-        """Connect to the producer's ranks that hold our KV; also names those that have to be greeted.
+    def open(self, source: Source, directory: Directory) -> tuple[Link, ...]:
+        """Connect to the producer's ranks that hold our KV; each has to be greeted.
 
         Raises:
             GeometryError: the caches cannot be joined; all differing fields are in the text.
@@ -90,7 +90,6 @@ class Links:
         producer = EngineSizes(directory.tp_size, directory.pp_size)
         entries = {(entry.pp, entry.tp): entry for entry in directory.ranks}
         links: list[Link] = []
-        fresh: list[PeerName] = []
         for rank in sources(self.identity.rank, consumer, producer):
             entry = entries.get((rank.pp, rank.tp))
             if entry is None:
@@ -100,10 +99,9 @@ class Links:
             joint = plan(theirs, self.ours)
             peer = PeerName(entry.peer)
             self.transport.connect(peer, entry.metadata)
-            fresh.append(peer)
             block_bytes = tuple(joint.bytes_per_block(group) for group in range(len(joint.groups)))
             links.append(Link(peer, sharers(rank, consumer, producer), block_bytes))
-        return tuple(links), fresh
+        return tuple(links)
 
     def hello(self) -> Hello:
         """What we say first on a new link."""

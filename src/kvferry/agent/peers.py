@@ -116,12 +116,13 @@ class Peers:
             self._unresolved(source, answer)
             return
         try:
-            links, fresh = self.links.open(source, answer)
+            links = self.links.open(source, answer)
         except KvferryError as error:
             self._unresolved(source, error)
             return
-        for peer in fresh:
-            self.send(peer, self.links.hello())
+        # Said at every opening, since an earlier one may have been lost; it does no harm twice.
+        for link in links:
+            self.send(link.peer, self.links.hello())
         self.consumer.handle_resolved(source, links, now)
 
     def _unresolved(self, source: Source, error: Exception) -> None:

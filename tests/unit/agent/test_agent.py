@@ -236,3 +236,27 @@ def test_identity_names_its_incarnation() -> None:
         for tp in range(2)
     }
     assert len(names) == 16
+
+
+def test_a_reception_that_a_breaking_agent_had_not_taken_ends_too() -> None:
+    """Promise 6: it was admitted, so it ends; and a preemption does not wait for a dead agent."""
+    broken, started = threading.Event(), threading.Event()
+
+    class Breaking(MemoryTransport):
+        def receive(self):  # type: ignore[no-untyped-def]
+            started.set()
+            assert broken.wait(WAIT_SECONDS)
+            raise RuntimeError("planted")
+
+    world = World()
+    [rank] = world.engine("D", 1)
+    fabric = MemoryFabric(random=Random(1), clock=time.monotonic)
+    agent = Agent(rank.identity, rank.cache, lambda name: Breaking(fabric, name), Limits(), DirectResolver())
+    agent.start()
+    assert started.wait(WAIT_SECONDS)
+    assert agent.submit(receive(T1, "r1", source_of(rank, 7), [20], BLOCK_TOKENS))
+    broken.set()
+    results: list[Result] = []
+    eventually(lambda: results.extend(agent.results()) or results)
+    assert [(one.transfer, one.fenced) for one in results] == [(T1, False)]  # type: ignore[attr-defined]
+    assert not agent.drain((T1,), WAIT_SECONDS)

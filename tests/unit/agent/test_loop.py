@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from kvferry.agent.loop import Close
@@ -563,3 +564,21 @@ def test_a_late_hello_of_an_older_incarnation_does_not_replace_the_newer() -> No
     producer.do(*prefill(second, [4], BLOCK_TOKENS))
     world.until(lambda: again.of(Received))
     assert_copied(producer, again, {4: 30})
+
+
+def test_a_refusal_is_no_fence_while_a_write_is_in_flight() -> None:
+    """Promise 2: the producer refuses a later Hello, but has not been silent: the blocks are not safe."""
+    world = World()
+    producer, consumer = pair(world)
+    consumer.do(receive(T1, "r1", source_of(producer, 1), [20, 21], 2 * BLOCK_TOKENS))
+    world.run(0.05)
+    world.fabric.hold(producer.peer, consumer.peer, Traffic.POSTS)
+    producer.do(*prefill(T1, [1, 2], 2 * BLOCK_TOKENS))
+    world.until(producer.loop.producer.in_flight)
+    hello = msgspec.structs.replace(consumer.loop._peers.links.hello(), version=0)
+    for payload in Encoder(consumer.transport.notification_bytes_max).encode(hello):
+        consumer.transport.send(producer.peer, payload)
+    world.until(lambda: consumer.results)
+    [failed] = consumer.of(ReceiveFailed)
+    assert "protocol version" in failed.reason
+    assert not failed.fenced

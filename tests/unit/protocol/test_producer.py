@@ -1169,3 +1169,23 @@ def test_closing_tells_every_consumer_and_posts_nothing_more() -> None:
     rank.core.handle_close(rank.now)
     assert rank.outputs() == []
     assert rank.done(piece.slice) == [Send(D0, failed("closed", 8))]
+
+
+def test_a_registration_has_no_more_blocks_than_its_peer() -> None:
+    """S01: a few bytes on the wire must not make the producer allocate for millions of blocks."""
+    core = ProducerCore(Limits(), (16,))
+    core.handle_link(PeerName("d"), PeerFacts((16,), 1024, (4,)))
+    for blocks, refused in ((4, False), (5, True)):
+        transfer = TransferId(f"transfer-{blocks}")
+        message = Register(
+            transfer=transfer,
+            consumer=ConsumerId("c"),
+            start=0,
+            stop=16 * blocks,
+            groups=(((0, blocks),),),
+            write_seconds=1.0,
+        )
+        core.handle_message(PeerName("d"), message, 0.0)
+        output = core.poll_output()
+        assert (output is not None) is refused
+        assert core.knows(transfer) is not refused
