@@ -6,9 +6,8 @@ Not thread-safe; the fabric and its transports hold the fabric's lock around eve
 from __future__ import annotations
 
 import ctypes
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from random import Random
 
@@ -17,120 +16,12 @@ import numpy as np
 from kvferry.errors import PeerLostError, TransportError, UsageError
 from kvferry.ids import PeerName
 from kvferry.layout.runs import Runs
-from kvferry.transport.base import Handle, Notification, PostState
+from kvferry.transport.base import Notification, PostState
 from kvferry.transport.faults import FaultPlan, Link, MessageFault, PostFault
+from kvferry.transport.nodes import Connection, FabricLimits, Node, Post
 from kvferry.transport.regions import RegionIndex
+from kvferry.transport.seen import Carried, Delivered, Ended, Faulted, Landing, Listeners, Posted
 from kvferry.transport.wire import Event, LinkKey, Traffic, Wire
-
-PIECES_MAX = 8
-"""Into so many pieces a transfer is cut at most; each lands on its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class FabricLimits:
-    """Sizes and times of every node of a fabric."""
-
-    notification_bytes_max: int = 64 << 10
-    posts_in_flight_max: int = 4096
-    """Per node; a post beyond it is refused (`retryable`)."""
-    messages_pending_max: int = 1 << 16
-    """Per receiver, under way or not yet taken; a message beyond it is refused (`retryable`)."""
-    retry_bound_seconds: float = 5.0
-    """So long after its post a transfer fails whose peer cannot be reached."""
-
-
-@dataclass(frozen=True, slots=True)
-class Posted:
-    """A transfer was accepted. `initiator` moves bytes into memory of `owner`."""
-
-    at_seconds: float
-    initiator: PeerName
-    owner: PeerName
-    handle: Handle
-    runs: Runs
-
-
-@dataclass(frozen=True, slots=True)
-class Landing:
-    """Bytes have just been written: `runs` of `initiator`'s transfer `handle`, into memory of `owner`."""
-
-    at_seconds: float
-    initiator: PeerName
-    owner: PeerName
-    handle: Handle
-    runs: Runs
-
-
-@dataclass(slots=True, eq=False)
-class Connection:
-    """One node's way to another. Once not alive it never is again; connecting anew makes a new one."""
-
-    key: LinkKey
-    target: Node | None
-    """None when the metadata was of an earlier life of the peer."""
-    regions: RegionIndex
-    metadata: bytes
-    alive: bool = True
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """One member of the fabric: one rank in one life."""
-
-    name: PeerName
-    generation: int
-    regions: RegionIndex
-    connections: dict[PeerName, Connection] = field(default_factory=dict)
-    inbox: deque[Notification] = field(default_factory=deque)
-    messages_pending: int = 0
-    """Messages in the inbox and on the way to it."""
-    posts: dict[Handle, Post] = field(default_factory=dict)
-    """Every post that is not released."""
-    ended: bool = False
-    """Killed or closed: nothing writes its memory any more."""
-    noticed_at: float = 0.0
-    """From then on peers can know that it ended."""
-
-    def posts_in_flight(self) -> list[Post]:
-        """Posts that are not terminal."""
-        return [post for post in self.posts.values() if post.state is PostState.IN_FLIGHT]
-
-
-@dataclass(slots=True, eq=False)
-class Post:
-    """A transfer. Nothing of it lands once `state` is terminal."""
-
-    handle: Handle
-    initiator: Node
-    peer: Node
-    connection: Connection
-    read: bool
-    notify: bytes | None
-    posted_at: float
-    pieces_left: int
-    state: PostState = PostState.IN_FLIGHT
-    error: TransportError | None = None
-
-    @property
-    def owner(self) -> Node:
-        """Whose memory it writes."""
-        return self.initiator if self.read else self.peer
-
-    @property
-    def source(self) -> Node:
-        """Whose memory it reads."""
-        return self.peer if self.read else self.initiator
-
-    @property
-    def link(self) -> LinkKey:
-        """The direction in which its bytes move."""
-        return self.source.name, self.owner.name
-
-    def fail(self, error: TransportError) -> None:
-        """End it, unless it has ended."""
-        if self.state is PostState.IN_FLIGHT:
-            self.state = PostState.FAILED
-            self.error = error
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +46,9 @@ class Exchange:
         self.cuts: set[LinkKey] = set()
         self.plans: dict[LinkKey, FaultPlan] = {}
         self.default_link = Link()
-        self.land_listeners: list[Callable[[Landing], None]] = []
-        self.post_listeners: list[Callable[[Posted], None]] = []
+        self.listeners = Listeners()
         self._handles = 0
+        self._messages = 0
         self._generations = 0
 
     def plan(self, key: LinkKey) -> FaultPlan:
@@ -224,10 +115,15 @@ class Exchange:
         connection.alive = False
         if target is None:
             return PeerLostError(f"{peer} is gone")
-        if target.ended:
+        if target.ended and self.limits.afterlife_seconds is None:
             _tear(target, node)
+            for post in target.posts_in_flight():
+                # The dead may have left and found the peer again: earlier connections have died too.
+                if post.peer is node:
+                    post.connection.alive = False
+        if target.ended:
             return PeerLostError(f"{peer} is gone")
-        return PeerLostError(f"{peer} has torn the connection down")
+        return PeerLostError(f"the connection to {peer} is torn down")
 
     def _death_is_known(self, target: Node, connection: Connection) -> bool:
         return target.ended and not self._is_cut(connection.key) and self.clock() >= target.noticed_at
@@ -247,29 +143,48 @@ class Exchange:
         peer = connection.target
         assert peer is not None, "a connection without a target is lost, which was asked before"
         fault = self.plan(connection.key).post_fault(self.random)
+        if fault is not None:
+            for listener in self.listeners.faulted:
+                listener(Faulted(self.clock(), *connection.key, fault, runs))
+        if fault is PostFault.FAIL:
+            raise TransportError(f"a write to {peer.name} cannot be posted")
         if fault is PostFault.REFUSE or len(node.posts_in_flight()) >= self.limits.posts_in_flight_max:
             raise TransportError(f"{peer.name} is busy, the post was refused", retryable=True)
-        pieces = _pieces(runs, self.random)
+        pieces = _pieces(runs, self.random, self.limits.pieces_max)
         self._handles += 1
         post = Post(self._handles, node, peer, connection, read, notify, self.clock(), len(pieces))
         node.posts[post.handle] = post
-        for listener in self.post_listeners:
-            listener(Posted(post.posted_at, node.name, post.owner.name, post.handle, runs))
+        for told in self.listeners.posted:
+            told(Posted(post.posted_at, node.name, post.owner.name, post.handle, runs))
         if fault is PostFault.STALL:
+            post.stalled = True
             return post
         breaks_at = self.random.randrange(len(pieces)) if fault is PostFault.BREAK else None
+        link = self.plan(post.link).link
+        late = link.delay_seconds if fault is PostFault.DELAY else 0.0
         for index, piece in enumerate(pieces):
             landing = partial(self._land, post, piece, breaks=index == breaks_at)
-            self.wire.push(Event(self._due(self.plan(post.link).link), post.link, Traffic.POSTS, landing))
+            due = min(self._due(link) + late, post.posted_at + self.limits.retry_bound_seconds)
+            self.wire.push(Event(due, post.link, Traffic.POSTS, landing))
         return post
 
     def poll(self, post: Post) -> PostState:
         """The state of a transfer; its notification is sent the first time that it is seen done."""
+        state = self._polled(post)
+        if state is not PostState.IN_FLIGHT and not post.end_seen:
+            post.end_seen = True
+            for listener in self.listeners.ended:
+                listener(Ended(self.clock(), post.initiator.name, post.owner.name, post.handle, state))
+        return state
+
+    def _polled(self, post: Post) -> PostState:
         if post.state is not PostState.IN_FLIGHT:
             return post.state
         error = self.lost(post.initiator, post.connection)
         if error is not None:
             post.fail(error)
+        elif post.stalled and post.initiator.connections.get(post.peer.name) is not post.connection:
+            post.fail(TransportError(f"the transfer to {post.peer.name} stood still to its end"))
         elif self._given_up(post):
             post.fail(TransportError(f"{post.peer.name} did not answer within the retry bound"))
         elif not post.pieces_left and not self._is_cut(post.link):
@@ -293,12 +208,20 @@ class Exchange:
     def _carry(self, connection: Connection, target: Node, payload: bytes) -> None:
         plan = self.plan(connection.key)
         fault = plan.message_fault(self.random)
+        self._messages += 1
+        number = self._messages
+        for listener in self.listeners.carried:
+            listener(Carried(self.clock(), *connection.key, number, payload))
+        if fault is not None:
+            for on_fault in self.listeners.faulted:
+                on_fault(Faulted(self.clock(), *connection.key, fault, payload=payload))
         if fault is MessageFault.LOSE:
+            self._tell_delivered(connection.key, number, arrived=False)
             return
         extra = plan.link.delay_seconds if fault is MessageFault.DELAY else 0.0
         for _ in range(2 if fault is MessageFault.DOUBLE else 1):
             target.messages_pending += 1
-            delivery = partial(self._deliver, connection.key, target, payload)
+            delivery = partial(self._deliver, connection.key, target, number, payload)
             due = self._due(plan.link) + extra
             overtakes = plan.link.overtaking
             self.wire.push(Event(due, connection.key, Traffic.MESSAGES, delivery, overtakes))
@@ -310,23 +233,39 @@ class Exchange:
         gone = post.owner.ended or (post.read and post.source.ended)
         if gone or not post.connection.alive or post.state is not PostState.IN_FLIGHT:
             return
+        if _is_too_late(post.initiator, self.limits, self.clock()):
+            return
         if breaks:
             post.fail(TransportError("the transfer broke after a part of it had landed", retryable=True))
+            self._progress(post.initiator)
             return
         runs = zip(piece.source.tolist(), piece.target.tolist(), piece.length.tolist(), strict=True)
         for source, target, size in runs:
             ctypes.memmove(target, source, size)
         post.pieces_left -= 1
-        for listener in self.land_listeners:
+        for listener in self.listeners.landed:
             listener(Landing(self.clock(), post.initiator.name, post.owner.name, post.handle, piece))
         if not post.pieces_left and post.notify is not None and not self.rules.notify_on_poll:
             self._carry(post.connection, post.peer, post.notify)
+        if not post.pieces_left:
+            self._progress(post.initiator)
 
-    def _deliver(self, key: LinkKey, target: Node, payload: bytes) -> None:
-        if key in self.cuts or target.ended:
+    def _deliver(self, key: LinkKey, target: Node, number: int, payload: bytes) -> None:
+        arrived = key not in self.cuts and not target.ended
+        self._tell_delivered(key, number, arrived=arrived)
+        if not arrived:
             target.messages_pending -= 1
             return
         target.inbox.append(Notification(key[0], payload))
+        self._progress(target)
+
+    def _tell_delivered(self, key: LinkKey, number: int, *, arrived: bool) -> None:
+        for listener in self.listeners.delivered:
+            listener(Delivered(self.clock(), *key, number, arrived))
+
+    def _progress(self, node: Node) -> None:
+        for listener in self.listeners.progress:
+            listener(node.name)
 
     def _given_up(self, post: Post) -> bool:
         unreachable = post.peer.ended or self._is_cut(post.link)
@@ -336,20 +275,51 @@ class Exchange:
         return self.clock() + link.latency_seconds + link.jitter_seconds * self.random.random()
 
 
+def break_connection(exchange: Exchange, source: PeerName, target: PeerName) -> bool:
+    """Kill one node's way to another; False when it has none. See `MemoryFabric.break_connection`."""
+    node = exchange.nodes.get(source)
+    connection = None if node is None else node.connections.get(target)
+    if connection is None or not connection.alive:
+        return False
+    connection.alive = False
+    for listener in exchange.listeners.progress:
+        listener(source)
+    return True
+
+
+def give_up(exchange: Exchange, link: LinkKey) -> None:
+    """End what a partition of this direction has held up for longer than the retry bound."""
+    for node in exchange.nodes.values():
+        for post in node.posts_in_flight():
+            overdue = exchange.clock() - post.posted_at >= exchange.limits.retry_bound_seconds
+            if post.link == link and overdue:
+                post.fail(TransportError(f"{post.peer.name} did not answer within the retry bound"))
+
+
+def _is_too_late(initiator: Node, limits: FabricLimits, now: float) -> bool:
+    """Whether what a dead node had posted does not land any more."""
+    afterlife = limits.afterlife_seconds
+    return initiator.ended and afterlife is not None and now > initiator.ended_at + afterlife
+
+
 def _tear(initiator: Node, target: Node) -> None:
     """Stop what `initiator` has under way to `target`; it notices by itself."""
     connection = initiator.connections.get(target.name)
     if connection is not None and connection.target is target:
         connection.alive = False
+    for post in initiator.posts_in_flight():
+        # It may have connected anew since.
+        if post.connection.target is target:
+            post.connection.alive = False
 
 
-def _pieces(runs: Runs, random: Random) -> list[Runs]:
-    """Deal the runs, in random order, to at most PIECES_MAX pieces; few long runs are cut first."""
-    if len(runs) < PIECES_MAX:
-        runs = _cut(runs, -(-PIECES_MAX // len(runs)))
+def _pieces(runs: Runs, random: Random, pieces_max: int) -> list[Runs]:
+    """Deal the runs, in random order, to at most `pieces_max` pieces; few long runs are cut first."""
+    if len(runs) < pieces_max:
+        runs = _cut(runs, -(-pieces_max // len(runs)))
     order = list(range(len(runs)))
     random.shuffle(order)
-    hands = (np.array(order[start::PIECES_MAX], dtype=np.int64) for start in range(PIECES_MAX))
+    hands = (np.array(order[start::pieces_max], dtype=np.int64) for start in range(pieces_max))
     return [Runs(runs.source[hand], runs.target[hand], runs.length[hand]) for hand in hands if len(hand)]
 
 

@@ -18,8 +18,10 @@ from collections.abc import Callable
 from random import Random
 
 from kvferry.ids import PeerName
-from kvferry.transport.exchange import Exchange, FabricLimits, Landing, Posted, Rules
+from kvferry.transport.exchange import Exchange, Rules, break_connection, give_up
 from kvferry.transport.faults import Link, MessageFault, PostFault
+from kvferry.transport.nodes import FabricLimits
+from kvferry.transport.seen import Faulted, Landing, Listeners, Posted
 from kvferry.transport.wire import Traffic
 
 
@@ -93,29 +95,50 @@ class MemoryFabric:
             self.exchange.wire.block((source, target), Traffic.POSTS, "cut")
 
     def heal(self, source: PeerName, target: PeerName) -> None:
-        """End `cut`; transfers that have not failed yet go on."""
+        """End `cut`; transfers that have not failed yet go on, those past the retry bound do not."""
         with self.lock:
+            give_up(self.exchange, (source, target))
             self.exchange.cuts.discard((source, target))
             self.exchange.wire.unblock((source, target), Traffic.POSTS, "cut", self.exchange.clock())
+
+    def break_connection(self, source: PeerName, target: PeerName) -> bool:
+        """Let the connection of `source` to `target` die although both live; False when there is none.
+
+        `source` gets a PeerLostError at its next use and has to connect anew, and nothing more that it had
+        posted lands. The other end notices nothing: what it has posted still lands at `source`.
+        """
+        with self.lock:
+            return break_connection(self.exchange, source, target)
 
     def kill(self, name: PeerName, *, noticed_after_seconds: float = 0.0) -> None:
         """End a node as SIGKILL does; its memory must live on until nothing is under way any more.
 
         What it had posted may still land, until the peer that it lands at is told of the death by a
-        PeerLostError or disconnects. `noticed_after_seconds` is how long peers cannot know of the death.
+        PeerLostError or disconnects, or as `afterlife_seconds` says. `noticed_after_seconds` is how long
+        peers cannot know of the death.
         """
         with self.lock:
             node = self.exchange.nodes[name]
             node.ended = True
-            node.noticed_at = self.exchange.clock() + noticed_after_seconds
+            node.ended_at = self.exchange.clock()
+            node.noticed_at = node.ended_at + noticed_after_seconds
 
     def on_land(self, callback: Callable[[Landing], None]) -> None:
         """Tell `callback` of each piece just after its bytes were written."""
-        self.exchange.land_listeners.append(callback)
+        self.exchange.listeners.landed.append(callback)
 
     def on_post(self, callback: Callable[[Posted], None]) -> None:
         """Tell `callback` of each post that was accepted."""
-        self.exchange.post_listeners.append(callback)
+        self.exchange.listeners.posted.append(callback)
+
+    def on_fault(self, callback: Callable[[Faulted], None]) -> None:
+        """Tell `callback` of each fault that a post or a message is about to suffer, by chance or request."""
+        self.exchange.listeners.faulted.append(callback)
+
+    @property
+    def listeners(self) -> Listeners:
+        """Who is told of what; append to any of its lists. `on_land` and its like are for the usual ones."""
+        return self.exchange.listeners
 
     def next_due(self) -> float | None:
         """When the next thing lands that nothing holds back, in clock seconds; None when there is none."""

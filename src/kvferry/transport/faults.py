@@ -18,10 +18,14 @@ class PostFault(enum.Enum):
 
     REFUSE = "refuse"
     """The post raises a retryable TransportError and nothing moves."""
+    FAIL = "fail"
+    """The post raises a TransportError that is not retryable and nothing moves."""
     BREAK = "break"
     """It fails after a part of the bytes landed."""
     STALL = "stall"
-    """It never ends, and no byte of it lands, as long as its peer lives and the connection stands."""
+    """It does not end, and no byte of it lands, as long as its peer lives and the connection stands."""
+    DELAY = "delay"
+    """All of it lands `Link.delay_seconds` later than it would have, but within the retry bound."""
 
 
 class MessageFault(enum.Enum):
@@ -40,12 +44,15 @@ class Link:
     jitter_seconds: float = 0.0
     """Each message and each piece of a transfer takes up to so much longer."""
     delay_seconds: float = 1.0
-    """How much longer a delayed message takes."""
+    """How much longer a delayed message or transfer takes."""
     overtaking: bool = False
     """Messages of this link may overtake each other."""
     refuse_rate: float = 0.0
     break_rate: float = 0.0
     stall_rate: float = 0.0
+    fail_rate: float = 0.0
+    late_rate: float = 0.0
+    """Of transfers; `delay_rate` is of messages."""
     lose_rate: float = 0.0
     double_rate: float = 0.0
     delay_rate: float = 0.0
@@ -76,6 +83,8 @@ class FaultPlan:
                 (PostFault.REFUSE, link.refuse_rate),
                 (PostFault.BREAK, link.break_rate),
                 (PostFault.STALL, link.stall_rate),
+                (PostFault.FAIL, link.fail_rate),
+                (PostFault.DELAY, link.late_rate),
             ),
         )
 

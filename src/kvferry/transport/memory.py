@@ -12,11 +12,12 @@ from kvferry.ids import PeerName
 from kvferry.layout.runs import Region, Runs
 from kvferry.transport.base import Handle, Notification, PostState
 from kvferry.transport.checks import check_payload, check_runs
-from kvferry.transport.exchange import FabricLimits, Landing, Post, Posted
 from kvferry.transport.fabric import MemoryFabric
 from kvferry.transport.faults import Link, MessageFault, PostFault
+from kvferry.transport.nodes import FabricLimits, Post
 from kvferry.transport.owner import ThreadOwner
 from kvferry.transport.regions import Envelope, RegionIndex, decode_envelope, peer_regions
+from kvferry.transport.seen import Landing, Posted
 from kvferry.transport.wire import Traffic
 
 __all__ = [

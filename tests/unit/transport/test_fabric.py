@@ -8,7 +8,6 @@ import pytest
 
 from kvferry.errors import PeerLostError, TransportError, UsageError
 from kvferry.transport.base import PostState
-from kvferry.transport.exchange import PIECES_MAX
 from kvferry.transport.memory import FabricLimits, Link, MemoryFabric, MessageFault, PostFault, Traffic
 from tests.support.fabric import BUFFER_BYTES, Member, Rig, runs_between
 
@@ -92,7 +91,7 @@ def test_stepwise_advance_lands_only_what_is_due():
     assert rig.fabric.next_due() == 100.5
     assert rig.fabric.land_due() == 0
     rig.clock.now = 100.5
-    assert rig.fabric.land_due() == PIECES_MAX
+    assert rig.fabric.land_due() == FabricLimits().pieces_max
     assert rig.a.transport.poll(handle) is PostState.DONE
     assert rig.fabric.next_due() == 101.0
     assert rig.b.payloads() == []
@@ -356,6 +355,19 @@ def test_writes_of_a_dead_initiator_may_land_until_the_target_is_told():
     before = rig.b.buffer.copy()
     with pytest.raises(PeerLostError):
         rig.b.transport.send(rig.a.name, b"are you there?")
+    rig.fabric.land_due()
+    assert np.array_equal(rig.b.buffer, before)
+
+
+def test_a_told_death_also_quiets_what_was_posted_over_an_earlier_connection():
+    rig = Rig(auto_advance=False)
+    write_whole(rig)
+    rig.a.transport.disconnect(rig.b.name)
+    rig.a.transport.connect(rig.b.name, rig.b.transport.local_metadata())
+    rig.fabric.kill(rig.a.name)
+    with pytest.raises(PeerLostError):
+        rig.b.transport.send(rig.a.name, b"are you there?")
+    before = rig.b.buffer.copy()
     rig.fabric.land_due()
     assert np.array_equal(rig.b.buffer, before)
 
