@@ -5,7 +5,8 @@ KvferryError
     HandoffError    kv_transfer_params that cannot be honoured; names the field
   PeerError         a peer broke the protocol; answered and counted, never a crash
   TransportError    a transfer or message failed below the protocol; `retryable` says whether to try again
-    PeerLostError   the transport knows that the peer is gone
+    PeerLostError   our connection to the peer has broken
+    PeerGoneError   nobody listens where the peer's engine did: its processes are gone
   GeometryError     two caches cannot be joined; names the field, ours and theirs
   LeaseExpiredError the producer's promise to keep the blocks has ended
 """
@@ -46,7 +47,11 @@ class TransportError(KvferryError):
 
 
 class PeerLostError(TransportError):
-    """The transport knows that the peer is gone: its connection is torn down, nothing more of it can land."""
+    """Our connection to the peer has broken. The peer may live, and what it has posted may still land."""
+
+
+class PeerGoneError(TransportError):
+    """Nobody listens at the address of the peer's engine any more."""
 
 
 class GeometryError(KvferryError):

@@ -1,9 +1,10 @@
-"""Two producer ranks, two consumer engines, and everything that may happen between them, in any order.
+"""One or two producer ranks, two consumer engines, and everything that may happen between them, in any order.
 
 Goal: the promises of the protocol hold whatever the hosts ask for and the network does, and once faults stop
 everything ends. Method: hypothesis drives a `Pair`; a wire that is held has each message delivered, lost,
-doubled or overtaken by a step of its own. The pair checks the promises at each post, landing and result;
-the teardown heals the network and waits.
+doubled or overtaken by a step of its own, however late. Connections break with both ends or only the
+consumer's noticing, the producer engine may die, and requests come again under the same ids. The pair checks
+the promises at each post, landing and result; the teardown heals the network and waits.
 
 One rule takes both what goes well and one thing that goes wrong: hypothesis leaves out some rules in each
 run, and a run in which nothing is computed proves nothing.
@@ -41,11 +42,11 @@ BOUND_SECONDS = LIMITS.unknown_seconds + LIMITS.lease_seconds + LIMITS.write_sec
 
 TRANSFERS_MAX = 8
 CONSUMERS = ("d0", "d1")
-PRODUCERS = ("p0", "p1")
 LIFE = ("dispatch", "compute", "compute", "finish", "expect", "receive", "messages", "slice", "slice", "time")
 FAULTS = (
     *("finish_early", "abandon", "preempt", "preempt", "announce", "ask_too_much", "withdraw", "withdraw"),
-    *("hold", "hold", "lost", "doubled", "overtaken", "refused", "failed", "lose", "unresolve", "wait"),
+    *("hold", "hold", "lost", "doubled", "overtaken", "refused", "failed", "unresolve", "wait"),
+    *("lose", "break_link", "break_link", "answer", "again", "kill"),
 )
 Request = tuple[str, str, str]
 """Consumer engine, transfer, the engine's id of the request."""
@@ -57,16 +58,9 @@ class Protocol(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pair = Pair(
-            producers=2,
-            consumers=2,
-            limits=LIMITS,
-            retry_bound_seconds=RETRY_BOUND_SECONDS,
-            blocks=160,
-            bounded=True,
-        )
-        self.wires = list(self.pair.wires)
+        self._make_pair(1)
         self.faults: frozenset[str] = frozenset()
+        self.dispatched = 0
         self.expected: dict[str, tuple[int, int]] = {}
         """Transfers whose prefill leg has not arrived, with their prompt's tokens and consumers."""
         self.coming: list[Request] = []
@@ -74,10 +68,27 @@ class Protocol(RuleBasedStateMachine):
         self.announced: set[Request] = set()
         self.waiting: list[Request] = []
 
-    @initialize(faults=st.frozensets(st.sampled_from(FAULTS), min_size=1), holds=st.booleans())
-    def start(self, faults: frozenset[str], holds: bool) -> None:
+    def _make_pair(self, producers: int) -> None:
+        self.pair = Pair(
+            producers=producers,
+            consumers=2,
+            limits=LIMITS,
+            retry_bound_seconds=RETRY_BOUND_SECONDS,
+            blocks=160,
+            bounded=True,
+        )
+        self.wires = list(self.pair.wires)
+        self.producers = list(self.pair.producers)
+
+    @initialize(
+        producers=st.integers(1, 2),
+        faults=st.frozensets(st.sampled_from(FAULTS), min_size=1),
+        holds=st.booleans(),
+    )
+    def start(self, producers: int, faults: frozenset[str], holds: bool) -> None:
+        self._make_pair(producers)
         self.faults = faults
-        self.pair.resolve_held = holds
+        self.pair.resolve_held = self.pair.inquire_held = holds
         self.pair.held = set(self.wires) if holds else set()
 
     @rule(well=life, fault=st.sampled_from(FAULTS), number=st.integers(0, 31))
@@ -91,9 +102,27 @@ class Protocol(RuleBasedStateMachine):
 
     def _dispatch(self, pick: int) -> None:
         """A router sends both legs; `n` children at one or two decode engines. One leg arrives at once."""
-        if len(self.pair.prefills) + len(self.expected) >= TRANSFERS_MAX:
+        if self.dispatched >= TRANSFERS_MAX:
             return
-        transfer = f"t{len(self.pair.prefills) + len(self.expected)}"
+        transfer = f"t{self.dispatched}"
+        self.dispatched += 1
+        self._send_legs(transfer, pick)
+
+    def _again(self, pick: int) -> None:
+        """A client asks again with the ids of a request that has ended everywhere."""
+        open_ids = {name[1] for name in self.coming} | set(self.expected)
+        open_ids |= {name[1] for name, decode in self.pair.decodes.items() if not decode.safe}
+        ended = [
+            transfer
+            for transfer, prefill in self.pair.prefills.items()
+            if len(prefill.outcomes) == len(self.producers) and transfer not in open_ids
+        ]
+        if ended and not self.pair.dead:
+            transfer = ended[pick // 4 % len(ended)]
+            self.waiting = [name for name in self.waiting if name[1] != transfer]
+            self._send_legs(transfer, pick)
+
+    def _send_legs(self, transfer: str, pick: int) -> None:
         at = (("d0",), ("d1",), ("d0", "d1"), ("d1", "d1"))[pick % 4]
         self.expected[transfer] = (pick + 1, len(at))
         self.coming += [(name, transfer, f"c{index}") for index, name in enumerate(at)]
@@ -103,13 +132,13 @@ class Protocol(RuleBasedStateMachine):
             self._receive(len(self.coming) - 1)
 
     def _expect(self, pick: int) -> None:
-        if self.expected:
+        if self.expected and not self.pair.dead:
             transfer = list(self.expected)[pick % len(self.expected)]
             self.pair.expect(transfer, *self.expected.pop(transfer))
 
     def _running(self, pick: int) -> TransferId | None:
         running = [transfer for transfer, prefill in self.pair.prefills.items() if not prefill.ended]
-        return running[pick % len(running)] if running else None
+        return running[pick % len(running)] if running and not self.pair.dead else None
 
     def _compute(self, pick: int) -> None:
         transfer = self._running(pick)
@@ -149,8 +178,8 @@ class Protocol(RuleBasedStateMachine):
         if not self.coming:
             return
         at, transfer, child = name = self.coming.pop(pick % len(self.coming))
-        known = self.pair.prefills.get(TransferId(transfer))
-        tokens = self.expected[transfer][0] if known is None else known.tokens
+        coming = self.expected.get(transfer)
+        tokens = self.pair.prefills[TransferId(transfer)].tokens if coming is None else coming[0]
         self.announced.discard(name)
         self.waiting.append(name)
         start = 4 * (pick // 4) if pick % 4 == 3 else 0
@@ -177,6 +206,8 @@ class Protocol(RuleBasedStateMachine):
         self.pair.run()
         while self.pair.resolves:
             self.pair.resolve()
+        while self.pair.inquiries:
+            self.pair.inquire()
         self.pair.held = held
 
     def _waiting_wire(self, pick: int) -> tuple[PeerName, PeerName] | None:
@@ -216,7 +247,18 @@ class Protocol(RuleBasedStateMachine):
             self.pair.run()
 
     def _lose(self, pick: int) -> None:
-        self.pair.lose(PRODUCERS[pick % 2], CONSUMERS[pick // 2 % 2])
+        self.pair.lose(self.producers[pick % len(self.producers)], CONSUMERS[pick // 2 % 2])
+
+    def _break_link(self, pick: int) -> None:
+        self.pair.break_link(self.producers[pick % len(self.producers)], CONSUMERS[pick // 2 % 2])
+
+    def _answer(self, pick: int) -> None:
+        if self.pair.inquiries:
+            self.pair.inquire(evidence=pick % 2 > 0)
+
+    def _kill(self, pick: int) -> None:
+        if pick % 8 == 7 and not self.pair.dead:
+            self.pair.kill()
 
     def _unresolve(self, pick: int) -> None:
         if self.pair.resolves:
@@ -244,7 +286,7 @@ class Protocol(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Liveness: faults stop, hosts end what they have begun, and everything ends within the bound."""
         pair = self.pair
-        pair.held, pair.resolve_held = set(), False
+        pair.held, pair.resolve_held, pair.inquire_held = set(), False, False
         for transfer, prefill in pair.prefills.items():
             if not prefill.ended:
                 pair.abandon(transfer)
@@ -256,11 +298,13 @@ class Protocol(RuleBasedStateMachine):
             pair.advance(0.5)
             pair.complete_all()
         pair.assert_clean()
-        for prefill in pair.prefills.values():
-            assert set(prefill.outcomes) == set(pair.producers), "promise 6: each rank has released it"
         for decode in pair.decodes.values():
             assert decode.result is not None, "promise 6: each reception has ended"
             assert decode.safe
+        if pair.dead:
+            return
+        for prefill in pair.prefills.values():
+            assert set(prefill.outcomes) == set(pair.producers), "promise 6: each rank has released it"
         assert set(pair.drained) == set(pair.tickets), "each preemption was answered"
         pair.advance(LIMITS.tombstone_seconds)
         for core in pair.producers.values():

@@ -45,7 +45,13 @@ class Phonebook:
         self.directories: dict[EngineId, Directory] = {}
 
     def resolve(
-        self, host: str, port: int, engine: EngineId, callback: Callable[[Directory | Exception], None]
+        self,
+        host: str,
+        port: int,
+        engine: EngineId,
+        callback: Callable[[Directory | Exception], None],
+        *,
+        patient: bool = True,
     ) -> None:
         """Look the engine up."""
         callback(self.directories.get(engine) or ConnectionError(f"{engine} is not in the book"))

@@ -3,7 +3,7 @@
 The producer ranks belong to one engine, which computes one list of blocks per request; each consumer is an
 engine of its own with one rank. Messages arrive at once and in order unless a test holds, drops, doubles or
 reorders them; posted slices stay in flight until they are told to end, read their source only then, and
-bring their notification along.
+bring their notification along. Each producer rank has a clock of its own, far from the consumers'.
 
 The pair checks the promises of the protocol whenever it sees something: a post, a landing, a result.
 """
@@ -35,8 +35,8 @@ from kvferry.protocol.commands import (
 )
 from kvferry.protocol.consumer import CONSUMER_MESSAGES, ConsumerCore
 from kvferry.protocol.limits import Limits
-from kvferry.protocol.messages import AnyMessage, Register, Renew
-from kvferry.protocol.outputs import Disconnect, Link, PeerFacts, PostSlice, Resolve, Send
+from kvferry.protocol.messages import AnyMessage, Landed, Register, Renew, Status, Written
+from kvferry.protocol.outputs import Disconnect, Inquire, Link, PeerFacts, PostSlice, Resolve, Send
 from kvferry.protocol.producer import ProducerCore
 from tests.support.blocks import Memory, Pool, Token, spans
 
@@ -44,14 +44,8 @@ SOURCE = Source(EngineId("prefill"), "127.0.0.1", 5600)
 Wire = tuple[PeerName, PeerName]
 """From, to."""
 ReceptionName = tuple[PeerName, TransferId, ConsumerId]
-
-
-@dataclass(slots=True)
-class Letter:
-    """A message on its way."""
-
-    message: AnyMessage
-    sent_at: float
+CLOCK_SECONDS = 5000.0
+"""By so much a producer rank's clock is ahead of the one before it; the first one's is of the consumers'."""
 
 
 @dataclass(slots=True)
@@ -85,6 +79,8 @@ class Decode:
     start: int
     stop: int
     blocks: list[int]
+    attempt: int = 0
+    """Of the consumer core; what is written for another one must not go into these blocks."""
     result: Received | ReceiveFailed | None = None
     safe: bool = False
 
@@ -112,7 +108,7 @@ class Pair:
         bounded: bool = False,
         checked: bool = True,
     ) -> None:
-        """`bounded` ends slices and loses held messages after the transport's retry bound."""
+        """`bounded` ends slices after the transport's retry bound; a message may be read however late."""
         self.limits = limits or Limits()
         self.block_tokens, self.slice_tokens = block_tokens, slice_tokens
         self.retry_bound_seconds, self.bounded, self.checked = retry_bound_seconds, bounded, checked
@@ -123,7 +119,7 @@ class Pair:
         self.consumers = {
             PeerName(f"d{i}"): ConsumerCore(self.limits, retry_bound_seconds) for i in range(consumers)
         }
-        self.wires: dict[Wire, deque[Letter]] = {}
+        self.wires: dict[Wire, deque[AnyMessage]] = {}
         for producer in self.producers:
             for consumer in self.consumers:
                 self.wires[producer, consumer] = deque()
@@ -134,8 +130,17 @@ class Pair:
         """Wires whose messages vanish."""
         self.torn: set[Wire] = set()
         """(producer, consumer) whose connection the consumer has torn down, until it resolves again."""
+        self.unlinked: set[Wire] = set()
+        """(consumer, producer) where the consumer's own connection has broken, until it links again."""
+        self.dead = False
+        """The producer engine's processes have ended."""
         self.resolve_held = False
         self.resolves: deque[tuple[PeerName, Source]] = deque()
+        self.inquire_held = False
+        self.inquiries: deque[tuple[PeerName, PeerName]] = deque()
+        """Who wants to know of whom whether it lives."""
+        self.inquired: list[tuple[float, PeerName, PeerName]] = []
+        """Every such question that there ever was, and when."""
         self.flights: dict[tuple[PeerName, int], Flight] = {}
         self.posts: list[PostSlice] = []
         """Everything that was ever posted."""
@@ -149,16 +154,27 @@ class Pair:
         self.target_memory = {wire: Memory(block_tokens) for wire in self._ways()}
         self.results: list[tuple[PeerName, Result]] = []
         self.sent: list[tuple[PeerName, PeerName, AnyMessage]] = []
-        self.permits: dict[tuple[PeerName, ReceptionName], float] = {}
+        self.marks: dict[PeerName, set[float]] = {name: set() for name in self.producers}
+        """Marks that each producer rank has made."""
+        self.permits: dict[tuple[PeerName, ReceptionName, int], float] = {}
+        """Until when a producer rank may post for an attempt, by its own clock."""
         self.trace: Callable[[str], None] = lambda line: None
         self.describe: Callable[[object], str] = repr
         self._ticket = 0
 
+    def clock(self, name: PeerName) -> float:
+        """What time it is for one rank."""
+        return self.now + self._ahead(name)
+
+    def _ahead(self, name: PeerName) -> float:
+        return CLOCK_SECONDS * (1 + list(self.producers).index(name)) if name in self.producers else 0.0
+
     def _ways(self) -> list[Wire]:
         return [(producer, consumer) for producer in self.producers for consumer in self.consumers]
 
-    def _cores(self) -> list[ProducerCore | ConsumerCore]:
-        return [*self.producers.values(), *self.consumers.values()]
+    def _cores(self) -> list[tuple[PeerName, ProducerCore | ConsumerCore]]:
+        producers = {} if self.dead else self.producers
+        return [*producers.items(), *self.consumers.items()]
 
     # --- the producer engine ----------------------------------------------------------------------
 
@@ -206,8 +222,8 @@ class Pair:
         return self._ticket
 
     def _command_producers(self, command: Expect | Advance | Finish | Abandon | Preempt) -> None:
-        for name, core in self.producers.items():
-            core.handle_command(command, self.now)
+        for name, core in self.producers.items() if not self.dead else ():
+            core.handle_command(command, self.clock(name))
             self._drain_producer(name)
         self.run()
 
@@ -230,6 +246,8 @@ class Pair:
         decode = self.decodes[name] = Decode(start, stop, blocks)
         command = Receive(name[1], name[2], SOURCE, start, stop, (spans(blocks),))
         self.consumers[name[0]].handle_command(command, self.now)
+        row = self.consumers[name[0]].state.rows.get(name[1:])
+        decode.attempt = 0 if row is None else row.attempt
         self.run()
         return decode
 
@@ -243,9 +261,13 @@ class Pair:
 
     def resolve(self) -> None:
         """Answer the oldest `Resolve`: links to every producer rank."""
+        if self.dead:
+            self.unresolve("the directory does not answer")
+            return
         name, source = self.resolves.popleft()
         for producer, core in self.producers.items():
             self.torn.discard((producer, name))
+            self.unlinked.discard((name, producer))
             core.handle_link(name, PeerFacts((self.block_tokens,), self.slice_tokens))
         links = tuple(Link(producer, 1, (100,)) for producer in self.producers)
         self.consumers[name].handle_resolved(source, links, self.now)
@@ -255,6 +277,24 @@ class Pair:
         """Answer the oldest `Resolve`: no way there."""
         name, source = self.resolves.popleft()
         self.consumers[name].handle_unresolved(source, reason, self.now)
+        self.run()
+
+    def inquire(self, evidence: bool = True) -> None:
+        """Answer the oldest `Inquire` with the truth, or with that it could not be found out."""
+        name, producer = self.inquiries.popleft()
+        core = self.consumers[name]
+        if not evidence:
+            self.trace(f"{name} does not find out whether {producer} lives")
+            core.handle_no_evidence(producer)
+        elif self.dead:
+            self.trace(f"{name} finds that {producer} is dead")
+            core.handle_peer_dead(producer, "peer_lost: nobody listens there", self.now)
+        else:
+            self.trace(f"{name} finds that {producer} lives, and links again")
+            self.torn.discard((producer, name))
+            self.unlinked.discard((name, producer))
+            self.producers[producer].handle_link(name, PeerFacts((self.block_tokens,), self.slice_tokens))
+            core.handle_peer_alive(producer, self.now)
         self.run()
 
     # --- the network -------------------------------------------------------------------------------
@@ -267,23 +307,25 @@ class Pair:
                 self._drain_producer(name)
             for name in self.consumers:
                 self._drain_consumer(name)
-            open_wires = [wire for wire, letters in self.wires.items() if letters and wire not in self.held]
+            open_wires = [wire for wire, messages in self.wires.items() if messages and wire not in self.held]
             for wire in open_wires:
                 self._hand_over(wire, self.wires[wire].popleft())
             resolving = bool(self.resolves) and not self.resolve_held
             if resolving:
                 self.resolve()
-            busy = bool(open_wires) or resolving
+            inquiring = bool(self.inquiries) and not self.inquire_held
+            if inquiring:
+                self.inquire()
+            busy = bool(open_wires) or resolving or inquiring
         if self.checked:
-            for core in self._cores():
+            for _, core in self._cores():
                 core.check_invariants()
 
     def deliver(self, wire: Wire, at: int = 0) -> None:
         """Deliver one held message, the oldest unless told otherwise."""
-        letters = self.wires[wire]
-        letter = letters[at]
-        del letters[at]
-        self._hand_over(wire, letter)
+        message = self.wires[wire][at]
+        del self.wires[wire][at]
+        self._hand_over(wire, message)
         self.run()
 
     def double(self, wire: Wire, at: int = 0) -> None:
@@ -295,17 +337,35 @@ class Pair:
         del self.wires[wire][at]
 
     def lose(self, producer: str, consumer: str, reason: str = "peer_lost: remote disconnect") -> None:
-        """Both sides' transports report that the other is gone."""
+        """The connection breaks, and both sides' transports notice."""
         wire = (PeerName(producer), PeerName(consumer))
         self._tear(wire)
-        self.producers[wire[0]].handle_peer_lost(wire[1], reason, self.now)
-        self.consumers[wire[1]].handle_peer_lost(wire[0], reason, self.now)
+        self.producers[wire[0]].handle_peer_lost(wire[1], reason, self.clock(wire[0]))
+        self.consumers[wire[1]].handle_link_broken(wire[0], reason, self.now)
+        self.run()
+
+    def break_link(self, producer: str, consumer: str, reason: str = "peer_lost: reset") -> None:
+        """The consumer's connection breaks; the producer notices nothing, and what it writes lands."""
+        way = (PeerName(producer), PeerName(consumer))
+        self.unlinked.add((way[1], way[0]))
+        self.trace(f"{consumer}'s connection to {producer} breaks")
+        self.consumers[way[1]].handle_link_broken(way[0], reason, self.now)
+        self.run()
+
+    def kill(self) -> None:
+        """The producer engine's processes end, and the consumers' connections break."""
+        self.dead = True
+        self.trace("the producer engine dies")
+        self.flights.clear()
+        for wire in self._ways():
+            self._tear(wire)
+        for producer, consumer in self._ways():
+            self.consumers[consumer].handle_link_broken(producer, "peer_lost: reset", self.now)
         self.run()
 
     def _tear(self, wire: Wire) -> None:
+        # Messages that were sent before may be read after it, for all that anybody knows.
         self.torn.add(wire)
-        self.wires[wire].clear()
-        self.wires[wire[1], wire[0]].clear()
         for flight in self.flights.values():
             if (flight.producer, flight.piece.peer) == wire:
                 flight.doomed = True
@@ -314,33 +374,43 @@ class Pair:
         wire = (sender, output.peer)
         way = wire if sender in self.producers else (output.peer, sender)
         self.sent.append((sender, output.peer, output.message))
-        lost = wire in self.cut or way in self.torn
+        lost = wire in self.cut | self.unlinked or way in self.torn or self.dead
+        if isinstance(output.message, Status) and output.message.mark is not None:
+            assert output.message.mark <= self.clock(sender), "a mark of the future"
+            self.marks[sender].add(output.message.mark)
         self.trace(f"{sender} -> {output.peer}: {self.describe(output.message)}{' (lost)' if lost else ''}")
         if not lost:
-            self.wires[wire].append(Letter(output.message, self.now))
+            self.wires[wire].append(output.message)
 
-    def _hand_over(self, wire: Wire, letter: Letter) -> None:
+    def _hand_over(self, wire: Wire, message: AnyMessage) -> None:
         sender, receiver = wire
-        message = letter.message
         if receiver in self.consumers:
             assert type(message) in CONSUMER_MESSAGES
             self.consumers[receiver].handle_message(sender, message, self.now)
+            return
+        if self.dead:
             return
         core = self.producers[receiver]
         # A peer whose connection the producer tore down is linked again when it speaks.
         core.handle_link(sender, PeerFacts((self.block_tokens,), self.slice_tokens))
         self._note_permit(receiver, sender, message)
-        core.handle_message(sender, message, self.now)
+        core.handle_message(sender, message, self.clock(receiver))
 
     def _note_permit(self, producer: PeerName, consumer: PeerName, message: AnyMessage) -> None:
+        """Promise 3.3.2: a grant reaches from the mark that it repeats, whenever it is read."""
         if isinstance(message, Register):
-            names = [(message.transfer, message.consumer)]
+            names = [(message.transfer, message.consumer, message.attempt)]
         elif isinstance(message, Renew):
             names = list(message.transfers)
         else:
             return
-        for transfer, name in names:
-            self.permits[producer, (consumer, transfer, name)] = self.now + message.write_seconds
+        if message.mark is None:
+            return
+        assert message.mark in self.marks[producer], "repeated a mark that its reader has not made"
+        until = message.mark + message.write_seconds
+        for transfer, name, attempt in names:
+            key = (producer, (consumer, transfer, name), attempt)
+            self.permits[key] = max(self.permits.get(key, -math.inf), until)
 
     # --- slices --------------------------------------------------------------------------------------
 
@@ -372,12 +442,12 @@ class Pair:
         if failure is None and not flight.doomed:
             self._land(flight)
             self._send(flight.producer, Send(flight.piece.peer, flight.piece.notify))
-            core.handle_slice_done(flight.piece.slice, self.now)
+            core.handle_slice_done(flight.piece.slice, self.clock(flight.producer))
             return
-        reason = failure or "remote disconnect"
-        core.handle_slice_failed(flight.piece.slice, reason, self.now, retryable=retry and not flight.doomed)
+        reason, now = failure or "remote disconnect", self.clock(flight.producer)
+        core.handle_slice_failed(flight.piece.slice, reason, now, retryable=retry and not flight.doomed)
         if flight.doomed and (flight.producer, flight.piece.peer) in self.torn:
-            core.handle_peer_lost(flight.piece.peer, reason, self.now)
+            core.handle_peer_lost(flight.piece.peer, reason, now)
 
     def _post(self, producer: PeerName, piece: PostSlice) -> None:
         flight = Flight(producer, piece, self.now)
@@ -385,9 +455,9 @@ class Pair:
         self.posts.append(piece)
         if (producer, piece.peer) in self.torn:
             self.trace(f"{producer} cannot post {self.describe(piece)}")
-            core = self.producers[producer]
-            core.handle_slice_failed(piece.slice, "remote disconnect", self.now, retryable=False)
-            core.handle_peer_lost(piece.peer, "remote disconnect", self.now)
+            core, now = self.producers[producer], self.clock(producer)
+            core.handle_slice_failed(piece.slice, "remote disconnect", now, retryable=False)
+            core.handle_peer_lost(piece.peer, "remote disconnect", now)
             return
         self.trace(f"{producer} posts {self.describe(piece)}")
         self.flights[producer, piece.slice] = flight
@@ -401,7 +471,11 @@ class Pair:
         assert piece.stop <= prefill.frontier, "promise 5: posted before it was computed"
         held = prefill.blocks[piece.start // self.block_tokens : -(-piece.stop // self.block_tokens)]
         assert list(piece.source_blocks[0]) == held, "promise 1: posted from other blocks than its own"
-        assert self.now < self.permits[flight.producer, name], "promise 3.3.2: the permission had run out"
+        assert isinstance(piece.notify, Landed | Written)
+        attempt = piece.notify.attempt
+        until = self.permits.get((flight.producer, name, attempt), -math.inf)
+        assert self.clock(flight.producer) < until, "promise 3.3.2: posted without a permission in force"
+        assert attempt == decode.attempt, "promise 2: posted for an earlier reception under the same ids"
         assert source, "a slice has blocks"
         owners = {self.pools[piece.peer].owner.get(block) for block in target}
         assert owners == {name}, "promise 2: posted into blocks that were given back"
@@ -433,29 +507,28 @@ class Pair:
         while (when := min(self.due(), default=math.inf)) <= until:
             self.now = max(self.now, when)
             self._expire()
-            for core in self._cores():
-                core.handle_timeout(self.now)
+            for name, core in self._cores():
+                # Its deadline by its own clock and by ours may differ in the last digit.
+                due = core.next_due()
+                clock = self.clock(name)
+                if due is not None and due - self._ahead(name) <= self.now:
+                    clock = max(clock, due)
+                core.handle_timeout(clock)
             self.run()
         self.now = until
         self.run()
 
     def due(self) -> Iterable[float]:
         """When anything is due, in no order."""
-        for core in self._cores():
+        for name, core in self._cores():
             if (due := core.next_due()) is not None:
-                yield due
+                yield due - self._ahead(name)
         if self.bounded:
             yield from (flight.posted_at + self.retry_bound_seconds for flight in self.flights.values())
-            for letters in self.wires.values():
-                yield from (letter.sent_at + self.retry_bound_seconds for letter in letters)
 
     def _expire(self) -> None:
         if not self.bounded:
             return
-        for letters in self.wires.values():
-            kept = [letter for letter in letters if self.now < letter.sent_at + self.retry_bound_seconds]
-            letters.clear()
-            letters.extend(kept)
         for key, flight in list(self.flights.items()):
             if self.now >= flight.posted_at + self.retry_bound_seconds:
                 self.end_slice(key, "timed out", retry=False)
@@ -464,7 +537,7 @@ class Pair:
 
     def _drain_producer(self, name: PeerName) -> None:
         core = self.producers[name]
-        busy = True
+        busy = not self.dead
         while busy:
             busy = False
             while (output := core.poll_output()) is not None:
@@ -473,14 +546,14 @@ class Pair:
                     self._send(name, output)
                 elif isinstance(output, Disconnect):
                     self.trace(f"{name} disconnects {output.peer}: {output.reason}")
-                    core.handle_peer_lost(output.peer, output.reason, self.now)
+                    core.handle_peer_lost(output.peer, output.reason, self.clock(name))
                     for key, flight in list(self.flights.items()):
                         if (flight.producer, flight.piece.peer) == (name, output.peer):
                             self.end_slice(key, "disconnected")
             while (result := core.poll_result()) is not None:
                 busy = True
                 self._producer_result(name, result)
-            while (piece := core.next_slice(self.now)) is not None:
+            while (piece := core.next_slice(self.clock(name))) is not None:
                 busy = True
                 self._post(name, piece)
 
@@ -492,6 +565,10 @@ class Pair:
             elif isinstance(output, Resolve):
                 self.trace(f"{name} looks for {output.source.engine}")
                 self.resolves.append((name, output.source))
+            elif isinstance(output, Inquire):
+                self.trace(f"{name} asks whether {output.peer} lives")
+                self.inquiries.append((name, output.peer))
+                self.inquired.append((self.now, name, output.peer))
             elif isinstance(output, Disconnect):
                 self.trace(f"{name} disconnects {output.peer}: {output.reason}")
                 self._tear((output.peer, name))
@@ -581,10 +658,10 @@ class Pair:
     def assert_clean(self) -> None:
         """Promise 7: everything has ended, every block is free, every table is empty."""
         assert not self.flights
-        assert self.pool.free_count == self.pool.count
         for pool in self.pools.values():
             assert pool.free_count == pool.count
-        for producer in self.producers.values():
+        for producer in () if self.dead else self.producers.values():
+            assert self.pool.free_count == self.pool.count
             assert not producer.state.rows
             assert not producer.state.slices
             assert not producer.state.tickets

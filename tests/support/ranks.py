@@ -17,6 +17,7 @@ from kvferry.agent.links import Identity
 from kvferry.agent.loop import Incoming, Loop
 from kvferry.agent.mailbox import Mailbox
 from kvferry.agent.stats import Stats
+from kvferry.errors import PeerGoneError, TransportError
 from kvferry.ids import ConsumerId, EngineId, Incarnation, PeerName, Rank, TransferId
 from kvferry.layout.describe import describe
 from kvferry.layout.spans import to_spans
@@ -41,30 +42,43 @@ class DirectResolver:
         self.engines: dict[int, Directory] = {}
         self.held: set[int] = set()
         self.asked: list[int] = []
-        self._waiting: list[tuple[int, Callable[[Directory | Exception], None]]] = []
+        self.inquired: list[int] = []
+        """Ports of impatient lookups: whether an engine is still there."""
+        self.mute: set[int] = set()
+        """Ports whose engines are there and answer no impatient lookup."""
+        self._waiting: list[tuple[int, Callable[[Directory | Exception], None], bool]] = []
 
     def resolve(
-        self, host: str, port: int, engine: EngineId, callback: Callable[[Directory | Exception], None]
+        self,
+        host: str,
+        port: int,
+        engine: EngineId,
+        callback: Callable[[Directory | Exception], None],
+        *,
+        patient: bool = True,
     ) -> None:
         """Answer now, or keep the callback while the port is held."""
-        self.asked.append(port)
+        (self.asked if patient else self.inquired).append(port)
         if port in self.held:
-            self._waiting.append((port, callback))
+            self._waiting.append((port, callback, patient))
         else:
-            callback(self._answer(port))
+            callback(self._answer(port, patient=patient))
 
     def free(self, port: int) -> None:
         """Answer what waits for a port."""
         self.held.discard(port)
         waiting, self._waiting = self._waiting, []
-        for held_port, callback in waiting:
+        for held_port, callback, patient in waiting:
             if held_port == port:
-                callback(self._answer(port))
+                callback(self._answer(port, patient=patient))
             else:
-                self._waiting.append((held_port, callback))
+                self._waiting.append((held_port, callback, patient))
 
-    def _answer(self, port: int) -> Directory | Exception:
-        return self.engines.get(port) or ConnectionRefusedError(f"nobody listens on port {port}")
+    def _answer(self, port: int, *, patient: bool) -> Directory | Exception:
+        if not patient and port in self.mute:
+            return TransportError(f"port {port} did not answer in time")
+        nobody = TransportError if patient else PeerGoneError
+        return self.engines.get(port) or nobody(f"nobody listens on port {port}")
 
     def close(self) -> None:
         """Nothing to stop."""
@@ -195,6 +209,10 @@ class World:
         """End a rank as SIGKILL does."""
         rank.dead = True
         self.fabric.kill(rank.peer)
+        dead = {rank.peer for rank in self.ranks if rank.dead}
+        for port, known in list(self.resolver.engines.items()):
+            if {PeerName(entry.peer) for entry in known.ranks} <= dead:
+                del self.resolver.engines[port]
 
     def step(self) -> None:
         """Step every living loop once and let a tick pass."""

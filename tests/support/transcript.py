@@ -143,7 +143,12 @@ class _Stage:
         self._world.run()
 
     def _do_deliver(self, sender: str, receiver: str, at: int = 0) -> None:
-        self._world.deliver((PeerName(sender), PeerName(receiver)), at)
+        wire = (PeerName(sender), PeerName(receiver))
+        self._lines_append(f"{receiver} reads {described(self._world.wires[wire][at])}")
+        self._world.deliver(wire, at)
+
+    def _do_double(self, sender: str, receiver: str, at: int = 0) -> None:
+        self._world.double((PeerName(sender), PeerName(receiver)), at)
 
     def _do_cut(self, sender: str, receiver: str) -> None:
         self._world.cut.add((PeerName(sender), PeerName(receiver)))
@@ -162,6 +167,18 @@ class _Stage:
 
     def _do_lose(self, producer: str, consumer: str) -> None:
         self._world.lose(producer, consumer)
+
+    def _do_break_link(self, producer: str, consumer: str) -> None:
+        self._world.break_link(producer, consumer)
+
+    def _do_kill(self) -> None:
+        self._world.kill()
+
+    def _do_hold_inquiry(self) -> None:
+        self._world.inquire_held = True
+
+    def _do_inquire(self, evidence: int = 1) -> None:
+        self._world.inquire(bool(evidence))
 
     def _do_show(self) -> None:
         """Free blocks, and what stands in which table."""
@@ -188,38 +205,52 @@ def described(thing: object) -> str:
 
 def _plain(thing: Any) -> str:
     if isinstance(thing, Message):
-        return f"{thing.transfer}/{thing.consumer}"  # type: ignore[attr-defined]
+        return _name(thing)
     values = msgspec.structs.asdict(thing)
     texts = {name: f"{value:.3g}" if isinstance(value, float) else value for name, value in values.items()}
     return f"{type(thing).__name__} " + " ".join(f"{name}={value}" for name, value in texts.items())
 
 
+def _name(message: Any) -> str:
+    """Transfer and consumer, and which attempt it is about after the first."""
+    return _numbered(message.transfer, message.consumer, message.attempt)
+
+
+def _numbered(transfer: str, consumer: str, attempt: int) -> str:
+    return f"{transfer}/{consumer}" if attempt == 1 else f"{transfer}/{consumer}#{attempt}"
+
+
 def _range(message: Any) -> str:
-    return f"{message.transfer}/{message.consumer} [{message.start}, {message.stop})"
+    return f"{_name(message)} [{message.start}, {message.stop})"
 
 
 def _register(message: Register) -> str:
     blocks = [first + at for first, count in message.groups[0] for at in range(count)]
-    return f"{_range(message)} into {blocks} for {message.write_seconds:g} s"
+    return f"{_range(message)} into {blocks} {_permission(message)}"
 
 
 def _renew(message: Renew) -> str:
-    names = " ".join("/".join(key) for key in message.transfers)
-    return f"{names} for {message.write_seconds:g} s"
+    names = " ".join(_numbered(*key) for key in message.transfers)
+    return f"{names} {_permission(message)}"
+
+
+def _permission(message: Register | Renew) -> str:
+    return "without permission" if message.mark is None else f"for {message.write_seconds:g} s"
 
 
 def _status(message: Status) -> str:
-    return ", ".join(f"{s.transfer}/{s.consumer} {s.state} {s.frontier}" for s in message.transfers)
+    return ", ".join(f"{_name(s)} {s.state} {s.frontier}" for s in message.transfers)
 
 
 def _failed(message: Failed) -> str:
-    return f"{message.transfer}/{message.consumer} valid until {message.valid_until}: {message.reason}"
+    return f"{_name(message)} valid until {message.valid_until}: {message.reason}"
 
 
 def _post(piece: PostSlice) -> str:
     pairs = " ".join(f"{a}>{b}" for a, b in zip(piece.source_blocks[0], piece.target_blocks[0], strict=True))
     notify = type(piece.notify).__name__
-    return f"slice {piece.slice} to {piece.peer}: {_range(piece)} blocks {pairs} with {notify}"
+    what = f"{_name(piece.notify)} [{piece.start}, {piece.stop})"
+    return f"slice {piece.slice} to {piece.peer}: {what} blocks {pairs} with {notify}"
 
 
 def _receive_failed(result: ReceiveFailed) -> str:
@@ -234,7 +265,7 @@ def _receive_failed(result: ReceiveFailed) -> str:
 _DESCRIBE: dict[type, Callable[[Any], str]] = {
     Register: _register,
     Renew: _renew,
-    Cancel: lambda m: f"{m.transfer}/{m.consumer}: {m.reason}",
+    Cancel: lambda m: f"{_name(m)}: {m.reason}",
     Landed: _range,
     Written: _range,
     Status: _status,

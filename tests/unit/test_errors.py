@@ -13,6 +13,7 @@ from kvferry.errors import (
     KvferryError,
     LeaseExpiredError,
     PeerError,
+    PeerGoneError,
     PeerLostError,
     TransportError,
     UsageError,
@@ -21,7 +22,7 @@ from kvferry.errors import (
 
 def test_everything_that_is_raised_on_purpose_has_one_base() -> None:
     found = [value for value in vars(errors).values() if isinstance(value, type)]
-    assert len(found) == 8
+    assert len(found) == 9
     assert all(issubclass(error, KvferryError) for error in found)
 
 
@@ -30,6 +31,7 @@ def test_everything_that_is_raised_on_purpose_has_one_base() -> None:
     [
         (HandoffError, {UsageError}),
         (PeerLostError, {TransportError}),
+        (PeerGoneError, {TransportError}),
         (UsageError, {KvferryError}),
         (PeerError, {KvferryError}),
         (TransportError, {KvferryError}),

@@ -1,45 +1,33 @@
 """The agent as an engine's main thread sees it: submit commands, drain results, close.
 
 Every method returns at once, but for `drain` and `close`, which wait within a bound that the caller gives.
-The agent's thread makes the transport, so that it owns it from the first call on.
+The agent's thread makes the transport, so that it owns it from the first call on. What needs no thread is
+the `Desk`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from kvferry.agent.desk import Desk
 from kvferry.agent.links import Identity, Resolver
-from kvferry.agent.loop import Close, Incoming, Loop
-from kvferry.agent.mailbox import Gated, Mailbox
+from kvferry.agent.loop import Loop
+from kvferry.agent.parent import LOOK_SECONDS, ParentWatch
 from kvferry.agent.stats import Stats
 from kvferry.errors import TransportError
 from kvferry.ids import PeerName, TransferId
 from kvferry.layout.spec import CacheSpec
-from kvferry.protocol.commands import (
-    AnnounceCommand,
-    Command,
-    Drained,
-    Expect,
-    Preempt,
-    Receive,
-    ReceiveFailed,
-    Result,
-)
+from kvferry.protocol.commands import Command, Result
 from kvferry.protocol.limits import Limits
-from kvferry.protocol.reasons import CLOSED, because
-from kvferry.protocol.receptions import Reception
-from kvferry.protocol.states import ReceptionState
 from kvferry.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
-_ADMISSIONS = (Expect, AnnounceCommand, Receive)
 START_SECONDS_MAX = 120.0
 """Registering a large cache takes seconds; beyond this the start has failed."""
 THREAD_NAME = "kvferry-transfer"
@@ -59,15 +47,10 @@ class Agent:
     ) -> None:
         self._identity, self._cache, self._limits = identity, cache, limits
         self._make_transport, self._resolver, self._clock = make_transport, resolver, clock
-        self._inbox: Mailbox[Incoming] = Mailbox()
-        self._outbox: Mailbox[Result] = Mailbox()
+        self._desk = Desk(limits)
         self._stats = Stats()
-        self._numbers = itertools.count(1 << 32)
-        self._tickets: dict[int, threading.Event] = {}
         self._ready = threading.Event()
         self._metadata: bytes = b""
-        self._failure: BaseException | None = None
-        self._closed = False
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
     def start(self) -> bytes:
@@ -79,31 +62,27 @@ class Agent:
         self._thread.start()
         if not self._ready.wait(START_SECONDS_MAX):
             raise TransportError(f"the transfer agent did not start within {START_SECONDS_MAX:g} s")
-        if self._failure is not None:
-            raise self._failure
+        if self._desk.failure is not None:
+            raise self._desk.failure
         return self._metadata
 
     @property
     def alive(self) -> bool:
         """Whether commands are still carried out."""
-        return self._failure is None and not self._closed
+        return self._desk.alive
+
+    @property
+    def drains_waiting(self) -> int:
+        """How many calls of `drain` wait now."""
+        return self._desk.drains_waiting
 
     def submit(self, command: Command, ready: Callable[[], bool] | None = None) -> bool:
-        """Hand a command over; False when a new transfer is refused because the agent is full or stopped.
-
-        Only `Expect`, `AnnounceCommand` and `Receive` can be refused: everything else belongs to a transfer
-        that was admitted. With `ready` a producer's command counts only once that returns True.
-        """
-        if isinstance(command, _ADMISSIONS) and (
-            not self.alive or len(self._inbox) >= 4 * self._limits.transfers_max
-        ):
-            return False
-        self._inbox.put(command if ready is None else Gated(command, ready))
-        return True
+        """Hand a command over, as `Desk.submit` says."""
+        return self._desk.submit(command, ready)
 
     def results(self) -> list[Result]:
         """What has ended since the last call."""
-        return self._outbox.drain() if len(self._outbox) else []
+        return self._desk.results()
 
     def drain(self, transfers: tuple[TransferId, ...], timeout_seconds: float) -> bool:
         """Stop posting from these transfers' blocks and wait until no write reads them.
@@ -115,11 +94,10 @@ class Agent:
             return True
         if not self.alive:
             return False
-        number = next(self._numbers)
-        done = self._tickets[number] = threading.Event()
-        self._inbox.put(Preempt(transfers, number))
+        done = threading.Event()
+        number = self._desk.ask_drain(transfers, done.set)
         drained = done.wait(timeout_seconds)
-        del self._tickets[number]
+        self._desk.end_drain(number)
         return drained
 
     def snapshot(self) -> dict[str, int]:
@@ -132,9 +110,8 @@ class Agent:
         False when the time was over first: the transport then stays open, because freeing memory that a
         write still reads is worse than leaving it to the end of the process.
         """
-        self._closed = True
         self._resolver.close()
-        self._inbox.put(Close())
+        self._desk.close()
         if self._thread.is_alive():
             self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
@@ -153,46 +130,26 @@ class Agent:
                 transport,
                 self._limits,
                 self._resolver,
-                self._inbox,
-                self._deliver,
+                self._desk.inbox,
+                self._desk.deliver,
                 self._stats,
                 self._clock,
             )
         except Exception as error:  # noqa: BLE001 - handed to the thread that called start
-            self._failure = error
+            self._desk.fail(error)
             self._ready.set()
             return
         self._ready.set()
         try:
+            parent = ParentWatch()
             while not (loop.closing and loop.quiet):
-                self._inbox.wait(loop.step())
+                # What is in flight then is left to the end of the process; nothing new may follow it.
+                parent.check()
+                self._desk.inbox.wait(min(loop.step(), LOOK_SECONDS))
             transport.close()
         except Exception as error:
             logger.exception("the transfer agent has stopped; its transfers fail")
-            self._failure = error
-            self._fail_everything(loop, error)
-
-    def _deliver(self, result: Result) -> None:
-        if isinstance(result, Drained):
-            done = self._tickets.get(result.ticket)
-            if done is not None:
-                done.set()
-                return
-        self._outbox.put(result)
-
-    def _fail_everything(self, loop: Loop, error: Exception) -> None:
-        """Nothing is proven about writes any more, so no block is called safe and no source released."""
-        loop.report()
-        waiting: list[tuple[Receive | Reception, int]] = [
-            (row, row.start)
-            for row in loop.consumer.state.rows.values()
-            if row.state in (ReceptionState.WAITING, ReceptionState.FAILING)
-        ]
-        # What was admitted and not yet taken has told nobody of its blocks, but one rule is enough.
-        waiting += [(item, item.start) for item in self._inbox.drain() if isinstance(item, Receive)]
-        for one, start in waiting:
-            reason = because(CLOSED, error)
-            self._outbox.put(ReceiveFailed(one.transfer, one.consumer, reason, start, fenced=False))
+            self._desk.fail_everything(loop, error)
 
 
 def _name_thread() -> None:

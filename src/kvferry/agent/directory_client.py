@@ -37,7 +37,8 @@ from kvferry.agent.directory import (
     same_proof,
     server_proof,
 )
-from kvferry.errors import KvferryError, PeerError, TransportError
+from kvferry.agent.probe import Prober
+from kvferry.errors import KvferryError, PeerError, PeerGoneError, TransportError
 from kvferry.ids import EngineId
 
 logger = logging.getLogger(__name__)
@@ -108,16 +109,36 @@ class DirectoryClient:
         self._lookups: dict[Key, _Lookup] = {}
         self._poller = zmq.Poller()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._prober = Prober()
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
 
-    def resolve(self, host: str, port: int, engine: EngineId, callback: Callback) -> None:
-        """Call `callback` once, from the client's thread, with the directory or why there is none.
+    def resolve(
+        self, host: str, port: int, engine: EngineId, callback: Callback, *, patient: bool = True
+    ) -> None:
+        """Call `callback` once, from a thread of the client's, with the directory or why there is none.
 
         The error is a `TransportError` when the engine cannot be reached in time, or this client is full or
         closed, a `PeerError` when what answers is not that engine, and a `UsageError` when the address is
         impossible. Lookups of the same engine at the same address are one. `callback` must not raise.
+
+        A patient lookup waits for an engine that is starting; an impatient one ends with a `PeerGoneError`
+        as soon as its connection is refused.
         """
+        if patient:
+            self._look_up(host, port, engine, callback)
+            return
+
+        def judge(refused: bool) -> None:
+            if refused:
+                where = format_address(host, port)
+                callback(PeerGoneError(f"nobody listens at {where}, where engine {engine} was"))
+            else:
+                self._look_up(host, port, engine, callback)
+
+        self._prober.ask(host, port, judge)
+
+    def _look_up(self, host: str, port: int, engine: EngineId, callback: Callback) -> None:
         with self._mail.lock:
             if not self._mail.closing:
                 self._mail.wanted.append(((host, port, engine), callback))
@@ -132,6 +153,7 @@ class DirectoryClient:
 
     def close(self) -> None:
         """Stop; lookups that are under way fail. Idempotent, bounded."""
+        self._prober.close()
         with self._mail.lock:
             already, self._mail.closing = self._mail.closing, True
             thread = self._mail.thread

@@ -48,9 +48,19 @@ class Resolver(Protocol):
     """Reads a producer engine's directory on another thread."""
 
     def resolve(
-        self, host: str, port: int, engine: EngineId, callback: Callable[[Directory | Exception], None]
+        self,
+        host: str,
+        port: int,
+        engine: EngineId,
+        callback: Callable[[Directory | Exception], None],
+        *,
+        patient: bool = True,
     ) -> None:
-        """Call `callback` once, from any thread, with the directory or why there is none."""
+        """Call `callback` once, from any thread, with the directory or why there is none.
+
+        A patient lookup waits for an engine that is starting; an impatient one ends with a `PeerGoneError`
+        as soon as its connection is refused.
+        """
         ...
 
     def close(self) -> None:
@@ -159,15 +169,24 @@ class Links:
         writable = self._writable.get(peer)
         return None if writable is None or writable.linked else writable.hello
 
-    def older_incarnations(self, peer: PeerName) -> list[PeerName]:
-        """Linked peers that `peer` has replaced: the same rank of the same engine, started earlier."""
-        hello = self._writable[peer].hello
+    def other_incarnations(self, peer: PeerName) -> list[PeerName]:
+        """Other linked peers that are the same rank of the same engine, started at another time."""
+        writable = self._writable.get(peer)
+        if writable is None:
+            return []
+        hello = writable.hello
         same = (hello.engine, hello.pp, hello.tp)
         return [
-            other
-            for other, writable in self._writable.items()
-            if other != peer and (writable.hello.engine, writable.hello.pp, writable.hello.tp) == same
+            name
+            for name, other in self._writable.items()
+            if name != peer and other.linked and (other.hello.engine, other.hello.pp, other.hello.tp) == same
         ]
+
+    def retire(self, peer: PeerName) -> None:
+        """Write to a peer no more; its connection stays until nothing is in flight on it."""
+        writable = self._writable.get(peer)
+        if writable is not None:
+            writable.linked = False
 
     # --- both --------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from kvferry.protocol.commands import Command, Received, Result, Source
 from kvferry.protocol.consumer import CONSUMER_COMMANDS, CONSUMER_MESSAGES, ConsumerCore
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.messages import AnyMessage, Complaint, Hello, HelloRefused
-from kvferry.protocol.outputs import Disconnect, Output, Resolve, Send
+from kvferry.protocol.outputs import Disconnect, Inquire, Output, Resolve, Send
 from kvferry.protocol.producer import PRODUCER_MESSAGES, ProducerCore
 from kvferry.transport.base import Transport
 
@@ -55,11 +55,20 @@ class Resolved:
     answer: Directory | Exception
 
 
+@dataclass(frozen=True, slots=True)
+class Inquired:
+    """What the engine of a peer answered whose connection had broken; comes through the mailbox."""
+
+    peer: PeerName
+    source: Source
+    answer: Directory | Exception
+
+
 class Close:
     """Through the mailbox: withdraw and fail everything, then drain."""
 
 
-Incoming = Command | Gated | Resolved | Close
+Incoming = Command | Gated | Resolved | Inquired | Close
 
 
 class Loop:
@@ -148,6 +157,8 @@ class Loop:
         for item in self._inbox.drain():
             if isinstance(item, Resolved):
                 self._peers.open(item.source, item.answer)
+            elif isinstance(item, Inquired):
+                self._peers.judge(item.peer, item.source, item.answer)
             elif isinstance(item, Close):
                 self._closing = True
                 self.producer.handle_close(self._clock())
@@ -178,6 +189,7 @@ class Loop:
     def _handle(self, peer: PeerName, message: AnyMessage) -> None:
         now = self._clock()
         self.consumer.handle_heard(peer, now)
+        self._peers.heard(peer, now)
         if isinstance(message, Hello):
             self._peers.welcome(peer, message)
         elif isinstance(message, HelloRefused):
@@ -214,12 +226,21 @@ class Loop:
             self._peers.disconnect(output.peer, output.reason)
         elif isinstance(output, Resolve):
             source = output.source
-            self._resolver.resolve(
-                source.host,
-                source.port,
-                source.engine,
-                lambda answer: self._inbox.put(Resolved(source, answer)),
-            )
+            self._look_up(source, lambda answer: Resolved(source, answer), patient=True)
+        elif isinstance(output, Inquire):
+            peer, of = output.peer, output.source
+            self._look_up(of, lambda answer: Inquired(peer, of, answer), patient=False)
+
+    def _look_up(
+        self, source: Source, item: Callable[[Directory | Exception], Incoming], *, patient: bool
+    ) -> None:
+        self._resolver.resolve(
+            source.host,
+            source.port,
+            source.engine,
+            lambda answer: self._inbox.put(item(answer)),
+            patient=patient,
+        )
 
     def _post(self) -> None:
         while not self._closing and (piece := self.producer.next_slice(self._clock())) is not None:

@@ -14,7 +14,7 @@ from kvferry.agent.directory import Directory
 from kvferry.agent.links import Links, describe
 from kvferry.agent.mail import Mail
 from kvferry.agent.stats import Stats
-from kvferry.errors import KvferryError, PeerError
+from kvferry.errors import KvferryError, PeerError, PeerGoneError
 from kvferry.ids import PeerName
 from kvferry.layout.plan import CopyPlan
 from kvferry.protocol.codec import Decoder
@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 PARKED_PEERS_MAX = 64
 """Peers whose messages are kept while their Hello is missing; beyond it the oldest are dropped."""
-REPLACED_MAX = 4096
-"""Incarnations that are remembered as replaced, so that their late Hellos do not replace their successors."""
 PARKED_MESSAGES_MAX = 256
 """Messages kept per such peer; more are a `PeerError`."""
 
@@ -47,7 +45,8 @@ class Peers:
     clock: Callable[[], float]
     _parked: OrderedDict[PeerName, list[AnyMessage]] = field(default_factory=OrderedDict)
     _leaving: set[PeerName] = field(default_factory=set)
-    _replaced: OrderedDict[PeerName, None] = field(default_factory=OrderedDict)
+    _rivals: dict[PeerName, float] = field(default_factory=dict)
+    """Linked incarnations of one rank, while there are several, and when each last spoke."""
 
     def is_linked(self, peer: PeerName) -> bool:
         """Whether we can write to a peer."""
@@ -88,10 +87,6 @@ class Peers:
     def welcome(self, peer: PeerName, hello: Hello) -> None:
         """A consumer rank introduces itself."""
         parked = self._parked.pop(peer, [])
-        if peer in self._replaced:
-            self.stats.hellos_refused += 1
-            self._refuse(peer, "handshake: replaced by a newer incarnation of this engine id")
-            return
         try:
             facts = self.links.welcome(peer, hello)
         except KvferryError as error:
@@ -100,14 +95,32 @@ class Peers:
             self._refuse(peer, describe(error))
             return
         self.producer.handle_link(peer, facts)
-        for older in self.links.older_incarnations(peer):
-            self._replace(older)
+        # A retired one that says Hello again is the living one after all.
+        self._leaving.discard(peer)
+        now = self.clock()
+        for other in self.links.other_incarnations(peer):
+            # One of them is dead, and which one said Hello last does not tell: what a dead one has sent may
+            # be read after its successor's. The dead one is the one that falls silent.
+            self._rivals.setdefault(other, now)
+            self._rivals[peer] = now
         for message in parked:
             self.producer.handle_message(peer, message, self.clock())
 
     def _refuse(self, peer: PeerName, reason: str) -> None:
         silent = not self.is_linked(peer) and not self.producer.writes_to(peer)
         self.send(peer, HelloRefused(reason=reason, silent=silent))
+
+    def heard(self, peer: PeerName, now: float) -> None:
+        """A peer has said something; an incarnation of it that has not for long has been replaced by it."""
+        if peer not in self._rivals:
+            return
+        self._rivals[peer] = now
+        others = self.links.other_incarnations(peer)
+        for other in others:
+            if now - self._rivals.setdefault(other, now) >= self.links.limits.silence_seconds:
+                self._retire(other, now)
+        if not others:
+            del self._rivals[peer]
 
     def open(self, source: Source, answer: Directory | Exception) -> None:
         """A producer's directory was read, or could not be."""
@@ -135,22 +148,54 @@ class Peers:
         """A producer rank will not write to us; only a silent one is as good as gone."""
         self.stats.hellos_refused += 1
         if refusal.silent:
-            self._drop(peer, refusal.reason)
+            logger.warning("%s has refused us: %s", peer, refusal.reason)
+            self._tear_down(peer)
+            self.producer.handle_peer_lost(peer, refusal.reason, self.clock())
+            self.consumer.handle_peer_silenced(peer, refusal.reason, self.clock())
         else:
             self.disconnect(peer, refusal.reason)
 
     def lose(self, lost: list[tuple[PeerName, str]]) -> None:
-        """The transport says that these peers are gone."""
-        for peer, reason in lost:
+        """The transport says that our connections to these peers have broken; the peers may live."""
+        for peer, text in lost:
             self.stats.peers_lost += 1
-            self._drop(peer, because(PEER_LOST, reason))
+            reason = because(PEER_LOST, text)
+            logger.warning("the connection to %s has broken: %s", peer, text)
+            # It is torn down first, so that both cores may rely on it.
+            self._tear_down(peer)
+            self.producer.handle_peer_lost(peer, reason, self.clock())
+            self.consumer.handle_link_broken(peer, reason, self.clock())
 
-    def _drop(self, peer: PeerName, reason: str) -> None:
-        # The connection is torn down first, so that both cores may rely on it.
-        logger.warning("%s is lost: %s", peer, reason)
-        self._tear_down(peer)
-        self.producer.handle_peer_lost(peer, reason, self.clock())
-        self.consumer.handle_peer_lost(peer, reason, self.clock())
+    def judge(self, peer: PeerName, source: Source, answer: Directory | Exception) -> None:
+        """The engine of a peer with a broken connection was asked whether the peer is still a rank of it."""
+        now = self.clock()
+        if isinstance(answer, Directory):
+            self._judge_by(peer, source, answer, now)
+        elif isinstance(answer, PeerGoneError):
+            logger.warning("%s is dead: %s", peer, answer)
+            self.consumer.handle_peer_dead(peer, because(PEER_LOST, answer), now)
+        else:
+            logger.warning("it is not known whether %s lives: %s", peer, answer)
+            self.consumer.handle_no_evidence(peer)
+
+    def _judge_by(self, peer: PeerName, source: Source, directory: Directory, now: float) -> None:
+        if all(entry.peer != peer for entry in directory.ranks):
+            logger.warning("%s is dead: its engine is another incarnation now", peer)
+            self.consumer.handle_peer_dead(peer, because(PEER_LOST, "its engine has started anew"), now)
+            return
+        try:
+            self.links.open(source, directory)
+        except KvferryError as error:
+            logger.warning("%s lives, and cannot be linked again: %s", peer, error)
+            self.consumer.handle_no_evidence(peer)
+            return
+        broken = self.mail.send(peer, self.links.hello())
+        if broken is not None:
+            # It lives, and we have no link to ask it for its fences: find out again.
+            self.lose([(peer, broken)])
+            self.consumer.handle_no_evidence(peer)
+            return
+        self.consumer.handle_peer_alive(peer, now)
 
     def disconnect(self, peer: PeerName, reason: str) -> None:
         """Tear a connection down whose peer may live: only what it can no longer do counts as over."""
@@ -161,21 +206,22 @@ class Peers:
 
     def _tear_down(self, peer: PeerName) -> None:
         self.links.disconnect(peer)
+        self._rivals.pop(peer, None)
         self.mail.forget(peer)
         self.decoder.forget(peer)
 
-    def _replace(self, older: PeerName) -> None:
-        """A restarted engine has said Hello: nothing is owed to what it was before."""
-        reason = "replaced by a newer incarnation"
-        self.producer.handle_peer_lost(older, reason, self.clock())
-        self.consumer.handle_disconnected(older, reason, self.clock())
-        self._leaving.add(older)
-        self._replaced[older] = None
-        while len(self._replaced) > REPLACED_MAX:
-            self._replaced.popitem(last=False)
+    def _retire(self, peer: PeerName, now: float) -> None:
+        """Another incarnation of it speaks, and this one does not any more: nothing is owed to it."""
+        reason = "silent while another incarnation of it speaks"
+        logger.warning("%s is forgotten: %s", peer, reason)
+        self.producer.handle_peer_lost(peer, because(PEER_LOST, reason), now)
+        self.consumer.handle_disconnected(peer, reason, now)
+        self.links.retire(peer)
+        self._rivals.pop(peer, None)
+        self._leaving.add(peer)
 
     def leave(self, busy: Callable[[], set[PeerName]]) -> None:
-        """Forget replaced peers that nothing is in flight to any more."""
+        """Forget retired peers that nothing is in flight to any more."""
         if not self._leaving:
             return
         for peer in self._leaving - busy():

@@ -25,8 +25,9 @@ Groups = tuple[tuple[Span, ...], ...]
 class Source(msgspec.Struct, frozen=True):
     """Where a producer engine can be found: its directory on the side channel.
 
-    `tp` and `pp` are its advertised sizes, 0 when unknown. `incarnation` is empty when the router does not
-    know it; otherwise a peer of another incarnation is not the one that is meant.
+    `tp` and `pp` are its advertised sizes, 0 when unknown. `incarnation` is what the router knew when it
+    dispatched. It is not compared: a transfer is found by its id, which only the incarnation that got its
+    prefill leg knows, and that may be a newer one.
     """
 
     engine: EngineId
@@ -79,6 +80,16 @@ class Abandon(Command, frozen=True):
     reason: str
 
 
+class Reclaim(Command, frozen=True):
+    """The engine wants leased blocks back, unless a consumer has a destination for them already.
+
+    `reason` starts with one of our codes. The transfer's `Released` follows as ever.
+    """
+
+    transfer: TransferId
+    reason: str
+
+
 class Preempt(Command, frozen=True):
     """The engine takes these transfers' blocks away: stop posting from them, then answer `Drained`."""
 
@@ -115,6 +126,17 @@ class Withdraw(Command, frozen=True):
     consumer: ConsumerId
     source: Source
     reason: str
+
+
+class Relinquish(Command, frozen=True):
+    """The engine wants the destination back if its producer has not begun to compute, or has stood still
+    since the last such command.
+
+    It then fails with the code `starved`; else nothing changes.
+    """
+
+    transfer: TransferId
+    consumer: ConsumerId
 
 
 # --- results -------------------------------------------------------------------------------------

@@ -12,7 +12,15 @@ from typing import Any
 
 from kvferry.ids import PeerName
 from kvferry.protocol import consumer_host, consumer_peer, fences
-from kvferry.protocol.commands import AnnounceCommand, Command, Receive, Result, Source, Withdraw
+from kvferry.protocol.commands import (
+    AnnounceCommand,
+    Command,
+    Receive,
+    Relinquish,
+    Result,
+    Source,
+    Withdraw,
+)
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.messages import AnyMessage, Cancelled, Failed, Landed, Status, Written
 from kvferry.protocol.outputs import Link, Output
@@ -24,6 +32,7 @@ _COMMANDS: dict[type[Command], Callable[[ConsumerState, Any, float], None]] = {
     AnnounceCommand: consumer_host.announce,
     Receive: consumer_host.receive,
     Withdraw: consumer_host.withdraw,
+    Relinquish: consumer_host.relinquish,
 }
 _MESSAGES: dict[type[AnyMessage], Callable[[ConsumerState, PeerName, Any, float], None]] = {
     Landed: consumer_peer.landed,
@@ -69,9 +78,25 @@ class ConsumerCore:
         """Answer to `Resolve`: it cannot be reached or joined; `reason` may start with one of our codes."""
         consumer_host.unresolved(self.state, source, reason, now)
 
-    def handle_peer_lost(self, peer: PeerName, reason: str, now: float) -> None:
-        """The connection to a peer is torn down: nothing more of it can land."""
-        consumer_peer.peer_lost(self.state, peer, reason, now)
+    def handle_link_broken(self, peer: PeerName, reason: str, now: float) -> None:
+        """Our connection to a peer has broken; it may live. `Inquire` follows where that matters."""
+        consumer_peer.link_broken(self.state, peer, reason, now)
+
+    def handle_peer_dead(self, peer: PeerName, reason: str, now: float) -> None:
+        """Answer to `Inquire`: the peer's engine is dead. Nothing of it lands after `orphan_seconds`."""
+        consumer_peer.peer_dead(self.state, peer, reason, now)
+
+    def handle_peer_silenced(self, peer: PeerName, reason: str, now: float) -> None:
+        """A peer has said that it writes nothing to us: nothing more of it can land."""
+        consumer_peer.peer_silenced(self.state, peer, reason, now)
+
+    def handle_peer_alive(self, peer: PeerName, now: float) -> None:
+        """Answer to `Inquire`: the peer lives, and a new link to it is up."""
+        consumer_peer.peer_alive(self.state, peer, now)
+
+    def handle_no_evidence(self, peer: PeerName) -> None:
+        """Answer to `Inquire`: it could not be found out."""
+        consumer_peer.no_evidence(self.state, peer)
 
     def handle_disconnected(self, peer: PeerName, reason: str, now: float) -> None:
         """We tore the connection down without proof of the peer's death; it may still write for a while."""
@@ -82,6 +107,8 @@ class ConsumerCore:
         for kind, name in self.state.peer_timers.pop_due(now):
             if kind == "renew":
                 consumer_peer.renew(self.state, name, now)
+            elif kind == "dead":
+                consumer_peer.orphans_ended(self.state, name, now)
             else:
                 consumer_peer.silent(self.state, name, now)
         for key in self.state.lapse_timers.pop_due(now):

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from kvferry.protocol import fences
-from kvferry.protocol.commands import AnnounceCommand, Receive, ReceiveFailed, Source, Withdraw
+from kvferry.protocol.commands import (
+    AnnounceCommand,
+    Receive,
+    ReceiveFailed,
+    Relinquish,
+    Source,
+    Withdraw,
+)
 from kvferry.protocol.limits import ID_CHARACTERS_MAX
 from kvferry.protocol.outputs import Link, Resolve
-from kvferry.protocol.reasons import CANCELLED, HANDSHAKE, MALFORMED, TABLE_FULL, because, coded
-from kvferry.protocol.receptions import SOURCES_MAX, ConsumerState, Reception, SourceLinks
+from kvferry.protocol.reasons import CANCELLED, HANDSHAKE, MALFORMED, STARVED, TABLE_FULL, because, coded
+from kvferry.protocol.receptions import SOURCES_MAX, ConsumerState, Part, Reception, SourceLinks
 from kvferry.protocol.states import RECEPTION, ReceptionEvent, ReceptionState
+
+_NOT_BEGUN = frozenset({"unknown", "queued"})
 
 
 def announce(state: ConsumerState, command: AnnounceCommand, now: float) -> None:
@@ -19,8 +28,7 @@ def announce(state: ConsumerState, command: AnnounceCommand, now: float) -> None
         # Without an announcement the lease may end earlier; the reception itself is not in doubt.
         state.count("announce_dropped")
         return
-    row = Reception(command.transfer, command.consumer, command.source)
-    state.rows[key] = row
+    row = state.open_row(command.transfer, command.consumer, command.source)
     _connect(state, row, now)
 
 
@@ -30,6 +38,13 @@ def receive(state: ConsumerState, command: Receive, now: float) -> None:
     row = state.rows.get(key)
     if row is not None and row.state is not ReceptionState.ANNOUNCED:
         state.count("received_twice")
+        if row.state is ReceptionState.QUARANTINED:
+            # The earlier one's failure is told already, so this is no answer to that one; nobody knows of
+            # these blocks.
+            reason = because(MALFORMED, "its name is that of a request in quarantine")
+            state.results.append(
+                ReceiveFailed(command.transfer, command.consumer, reason, command.start, fenced=True)
+            )
         return
     if len(command.consumer) > ID_CHARACTERS_MAX or len(command.transfer) > ID_CHARACTERS_MAX:
         reason = because(MALFORMED, f"an id of more than {ID_CHARACTERS_MAX} characters")
@@ -44,7 +59,7 @@ def receive(state: ConsumerState, command: Receive, now: float) -> None:
                 ReceiveFailed(command.transfer, command.consumer, TABLE_FULL, command.start, fenced=True)
             )
             return
-        row = state.rows[key] = Reception(command.transfer, command.consumer, command.source)
+        row = state.open_row(command.transfer, command.consumer, command.source)
     row.state = RECEPTION.next(row.state, ReceptionEvent.RECEIVE)
     row.start, row.stop, row.groups = command.start, command.stop, command.groups
     row.block_count = tuple(sum(count for _, count in spans) for spans in command.groups)
@@ -70,7 +85,7 @@ def withdraw(state: ConsumerState, command: Withdraw, now: float) -> None:
         if len(state.rows) >= state.limits.transfers_max:
             state.count("withdraw_dropped")
             return
-        row = state.rows[key] = Reception(command.transfer, command.consumer, command.source)
+        row = state.open_row(command.transfer, command.consumer, command.source)
         row.withdrawn, row.reason = True, command.reason or CANCELLED
         _connect(state, row, now)
         return
@@ -85,6 +100,24 @@ def withdraw(state: ConsumerState, command: Withdraw, now: float) -> None:
     elif not _is_looked_for(state, row):
         # Its producer fell silent meanwhile; it may be another incarnation that has to be told.
         _connect(state, row, now)
+
+
+def relinquish(state: ConsumerState, command: Relinquish, now: float) -> None:
+    """The engine needs the destination for something else, unless its KV is on the way."""
+    row = state.rows.get((command.transfer, command.consumer))
+    if row is None or row.state is not ReceptionState.WAITING:
+        return
+    if any(_stands_still(row, part) for part in row.open_parts()):
+        fences.fail(state, row, because(STARVED, "others wait for the memory"), now)
+
+
+def _stands_still(row: Reception, part: Part) -> bool:
+    """Whether a rank has not begun, or has not come further since the last time that this was asked."""
+    reached = part.landed.reach(row.start)
+    if part.stands in _NOT_BEGUN and reached == row.start:
+        return True
+    before, part.noted = part.noted, (part.stands, part.frontier, reached)
+    return before == part.noted
 
 
 def _connect(state: ConsumerState, row: Reception, now: float) -> None:

@@ -7,7 +7,7 @@ import math
 from kvferry.ids import ConsumerId, PeerName, TransferId
 from kvferry.protocol import fences
 from kvferry.protocol.messages import Cancel, Cancelled, Failed, Landed, Renew, Status, Written
-from kvferry.protocol.outputs import Send
+from kvferry.protocol.outputs import Inquire, Send
 from kvferry.protocol.reasons import (
     DETAIL_CHARACTERS_MAX,
     MALFORMED,
@@ -21,6 +21,9 @@ from kvferry.protocol.reasons import (
 from kvferry.protocol.receptions import ConsumerState, Part, Reception
 from kvferry.protocol.states import PART, PartEvent, PartState, ReceptionState
 
+Renewed = tuple[TransferId, ConsumerId, int]
+"""Transfer, consumer and attempt of a registration that is renewed."""
+
 _UNENDED = frozenset({ReceptionState.ANNOUNCED, ReceptionState.WAITING})
 
 
@@ -33,7 +36,7 @@ def heard(state: ConsumerState, name: PeerName, now: float) -> None:
 
 def landed(state: ConsumerState, name: PeerName, message: Landed, now: float) -> None:
     """A slice is in place."""
-    found = _find(state, name, message.transfer, message.consumer, now)
+    found = _find(state, name, message, now)
     if found is not None:
         row, part = found
         part.landed.add(max(message.start, row.start), min(message.stop, row.stop))
@@ -41,7 +44,7 @@ def landed(state: ConsumerState, name: PeerName, message: Landed, now: float) ->
 
 def written(state: ConsumerState, name: PeerName, message: Written, now: float) -> None:
     """Everything is in place, from this rank."""
-    found = _find(state, name, message.transfer, message.consumer, now)
+    found = _find(state, name, message, now)
     if found is None:
         return
     row, part = found
@@ -62,7 +65,7 @@ def written(state: ConsumerState, name: PeerName, message: Written, now: float) 
 
 def failed(state: ConsumerState, name: PeerName, message: Failed, now: float) -> None:
     """This rank will write no more, and writes nothing now."""
-    found = _find(state, name, message.transfer, message.consumer, now)
+    found = _find(state, name, message, now)
     if found is None:
         return
     row, part = found
@@ -76,7 +79,7 @@ def failed(state: ConsumerState, name: PeerName, message: Failed, now: float) ->
 
 def cancelled(state: ConsumerState, name: PeerName, message: Cancelled, now: float) -> None:
     """The fence."""
-    found = _find(state, name, message.transfer, message.consumer, now)
+    found = _find(state, name, message, now)
     if found is None:
         return
     row, part = found
@@ -88,38 +91,126 @@ def cancelled(state: ConsumerState, name: PeerName, message: Cancelled, now: flo
 
 def status(state: ConsumerState, name: PeerName, message: Status, now: float) -> None:
     """How each transfer stands. `unknown` is normal for a while: the prefill leg may be on its way."""
+    if message.mark is not None:
+        state.take_mark(name, message.mark, now)
+    wanted: list[Renewed] = []
     for entry in message.transfers:
         row = state.rows.get((entry.transfer, entry.consumer))
         part = None if row is None else (row.parts or {}).get(name)
-        if row is None or part is None or part.ended:
+        if row is None or part is None or part.ended or row.attempt != entry.attempt:
             continue
-        part.heard_at = now
-        if row.state is not ReceptionState.WAITING or entry.state != "unknown":
+        part.heard_at, part.stands, part.frontier = now, entry.state, entry.frontier
+        if row.state is not ReceptionState.WAITING:
             continue
-        if now >= row.waiting_since + state.limits.unknown_seconds:
+        if entry.state != "unknown":
+            if _is_idle(state, part, now) and fences.grant(state, part, now) is not None:
+                wanted.append((*row.key, row.attempt))
+        elif now >= row.waiting_since + state.limits.unknown_seconds:
             fences.fail(state, row, UNKNOWN, now)
         else:
             # Its prefill leg may be on its way, or our registration was lost.
             fences.tell_part(state, row, part, now)
+    _send_renewal(state, name, wanted, now)
 
 
-def peer_lost(state: ConsumerState, name: PeerName, reason: str, now: float) -> None:
-    """The connection to a producer rank is gone: nothing more of it can land."""
+def _is_idle(state: ConsumerState, part: Part, now: float) -> bool:
+    """Whether the part's rank may be waiting for a permission, and not only for the next renewal."""
+    return part.granted_at is None or now - part.granted_at > state.limits.write_seconds / 2
+
+
+def _send_renewal(state: ConsumerState, name: PeerName, wanted: list[Renewed], now: float) -> None:
+    if wanted:
+        mark = state.usable_mark(name, now)
+        message = Renew(
+            transfers=tuple(wanted),
+            write_seconds=state.limits.write_seconds,
+            mark=None if mark is None else mark.value,
+        )
+        state.outputs.append(Send(name, message))
+
+
+def link_broken(state: ConsumerState, name: PeerName, reason: str, now: float) -> None:
+    """Our connection to a producer rank has broken. It may live and write, so its parts stay open."""
     forget_links(state, name)
     peer = state.peers.get(name)
     if peer is None:
         return
+    peer.broken = True
+    for key in sorted(peer.receptions):
+        row = state.rows[key]
+        if row.state is ReceptionState.ANNOUNCED:
+            fences.part_ways(state, row)
+        elif not (row.parts or {})[name].ended:
+            fences.fail(state, row, coded(PEER_LOST, reason), now)
+    if now - peer.asked_at >= state.limits.renew_seconds:
+        _inquire(state, name, now)
+
+
+def _inquire(state: ConsumerState, name: PeerName, now: float) -> None:
+    """Ask the peer's engine, if anything hangs on the answer and nobody is asking already."""
+    peer = state.peers.get(name)
+    if peer is None or peer.asked:
+        return
+    for key in sorted(peer.receptions):
+        row = state.rows[key]
+        if not (row.parts or {})[name].ended:
+            peer.asked, peer.asked_at = True, now
+            state.outputs.append(Inquire(name, row.source))
+            return
+
+
+def peer_dead(state: ConsumerState, name: PeerName, reason: str, now: float) -> None:
+    """The engine of a producer rank is proven dead. The rank may outlive it for a moment, as orphans do."""
+    peer = state.peers.get(name)
+    if peer is not None and ("dead", name) not in state.peer_timers:
+        peer.reason = reason
+        state.peer_timers.set(("dead", name), now + state.limits.orphan_seconds)
+
+
+def orphans_ended(state: ConsumerState, name: PeerName, now: float) -> None:
+    """The time that a dead engine's rank may outlive it is over."""
+    peer = state.peers.get(name)
+    if peer is not None:
+        peer_silenced(state, name, peer.reason, now)
+
+
+def peer_silenced(state: ConsumerState, name: PeerName, reason: str, now: float) -> None:
+    """Nothing of a producer rank is under way to us, and nothing will be."""
+    forget_links(state, name)
+    peer = state.peers.get(name)
+    if peer is None:
+        return
+    peer.asked = False
     for key in sorted(peer.receptions):
         row = state.rows[key]
         part = (row.parts or {})[name]
         if row.state is ReceptionState.ANNOUNCED:
-            fences.leave(state, row)
-            row.parts = None
+            fences.part_ways(state, row)
             continue
         if not part.ended:
             part.state = PART.next(part.state, PartEvent.LOST)
             _fail(state, row, coded(PEER_LOST, reason), now)
         fences.check(state, row, now)
+
+
+def peer_alive(state: ConsumerState, name: PeerName, now: float) -> None:
+    """A producer rank whose connection had broken lives, and knows us again: ask it for its fences."""
+    peer = state.peers.get(name)
+    if peer is None:
+        return
+    peer.broken = peer.asked = False
+    for key in sorted(peer.receptions):
+        row = state.rows[key]
+        part = (row.parts or {})[name]
+        if not part.ended and row.state not in _UNENDED:
+            _repeat_cancel(state, row, part)
+
+
+def no_evidence(state: ConsumerState, name: PeerName) -> None:
+    """It could not be found out whether a producer rank lives; the next renewal asks again."""
+    peer = state.peers.get(name)
+    if peer is not None:
+        peer.asked = False
 
 
 def disconnected(state: ConsumerState, name: PeerName, reason: str, now: float) -> None:
@@ -156,8 +247,7 @@ def _give_up_one(state: ConsumerState, row: Reception, reason: str, now: float) 
     if row.state is ReceptionState.WAITING:
         fences.fail(state, row, reason, now)
     elif row.state is ReceptionState.ANNOUNCED:
-        fences.leave(state, row)
-        row.parts = None
+        fences.part_ways(state, row)
     else:
         fences.check(state, row, now)
 
@@ -175,20 +265,14 @@ def renew(state: ConsumerState, name: PeerName, now: float) -> None:
     if peer is None:
         return
     state.peer_timers.set(("renew", name), now + state.limits.renew_seconds)
-    wanted: list[tuple[TransferId, ConsumerId]] = []
+    wanted: list[Renewed] = []
     for key in sorted(peer.receptions):
         row = state.rows[key]
         part = (row.parts or {}).get(name)
         if part is None or part.ended:
             continue
         if row.state not in _UNENDED:
-            cancel = Cancel(
-                transfer=row.transfer,
-                consumer=row.consumer,
-                reason=row.reason,
-                sharers=part.link.sharers,
-            )
-            state.outputs.append(Send(name, cancel))
+            _repeat_cancel(state, row, part)
             fences.check(state, row, now)
         elif fences.is_unanswered(state, part, now):
             # It may talk of other things and not know our link: a later request says Hello again.
@@ -197,11 +281,23 @@ def renew(state: ConsumerState, name: PeerName, now: float) -> None:
             reason = because(PEER_SILENT, f"nothing heard of this transfer for {seconds:g} s")
             _give_up_one(state, row, reason, now)
         else:
-            wanted.append(key)
-            part.granted_at = now
-    if wanted:
-        message = Renew(transfers=tuple(wanted), write_seconds=state.limits.write_seconds)
-        state.outputs.append(Send(name, message))
+            wanted.append((*key, row.attempt))
+            # Granted to an announced one too: read late, the renewal permits a registration that overtook it.
+            fences.grant(state, part, now)
+    _send_renewal(state, name, wanted, now)
+    if peer.broken:
+        _inquire(state, name, now)
+
+
+def _repeat_cancel(state: ConsumerState, row: Reception, part: Part) -> None:
+    cancel = Cancel(
+        transfer=row.transfer,
+        consumer=row.consumer,
+        attempt=row.attempt,
+        reason=row.reason,
+        sharers=part.link.sharers,
+    )
+    state.outputs.append(Send(part.link.peer, cancel))
 
 
 def _fail(state: ConsumerState, row: Reception, reason: str, now: float) -> None:
@@ -212,11 +308,11 @@ def _fail(state: ConsumerState, row: Reception, reason: str, now: float) -> None
 
 
 def _find(
-    state: ConsumerState, name: PeerName, transfer: TransferId, consumer: ConsumerId, now: float
+    state: ConsumerState, name: PeerName, message: Landed | Written | Failed | Cancelled, now: float
 ) -> tuple[Reception, Part] | None:
-    row = state.rows.get((transfer, consumer))
+    row = state.rows.get((message.transfer, message.consumer))
     part = None if row is None else (row.parts or {}).get(name)
-    if row is None or part is None:
+    if row is None or part is None or row.attempt != message.attempt:
         state.count("late_message")
         return None
     part.heard_at = now

@@ -1,9 +1,10 @@
 """How receptions come to their end on the consumer, and when their blocks are safe.
 
-A block goes back to its engine only when every producer rank that was told of it has ended its part
-(`Written`, `Failed`, `Cancelled`), or is lost, or when the last permission has run out and the transport's
-retry bound has passed twice: once for a renewal still on its way, once for a write that was accepted on
-its ground. The connection is torn down then, so that a later post fails. Silence alone frees nothing.
+A block goes back to its engine only when every producer rank that was permitted to write it has ended its
+part (`Written`, `Failed`, `Cancelled`), or is proven dead, or when the last permission has run out and the
+transport's retry bound has passed after it, for a write that was accepted just in time. A permission
+repeats a mark of the producer's own, so that it ends by the producer's clock before it does by ours, however
+late it is read. The connection is torn down then, so that a later post fails. Silence alone frees nothing.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ from kvferry.protocol.reasons import CANCELLED, PEER_SILENT, because
 from kvferry.protocol.receptions import ConsumerState, Part, Peer, Reception
 from kvferry.protocol.states import PART, RECEPTION, PartEvent, PartState, ReceptionEvent, ReceptionState
 
+CLOCK_DRIFT_MAX = 0.01
+"""By so much of a duration two machines' clocks may differ in how fast they run."""
+
 
 def join(state: ConsumerState, row: Reception, links: tuple[Link, ...], now: float) -> None:
     """The producer's ranks are known: wait for them, and tell them what we have got so far."""
-    row.parts = {link.peer: Part(link, heard_at=now) for link in links}
+    before = row.granted_before
+    row.parts = {link.peer: Part(link, granted_at=before.get(link.peer), heard_at=now) for link in links}
     for link in links:
         _watch(state, link.peer, row, now)
     if row.withdrawn:
@@ -28,7 +33,7 @@ def join(state: ConsumerState, row: Reception, links: tuple[Link, ...], now: flo
         tell(state, row, now)
     else:
         for peer in row.parts:
-            announce = Announce(transfer=row.transfer, consumer=row.consumer)
+            announce = Announce(transfer=row.transfer, consumer=row.consumer, attempt=row.attempt)
             state.outputs.append(Send(peer, announce))
 
 
@@ -47,17 +52,27 @@ def tell(state: ConsumerState, row: Reception, now: float) -> None:
 def tell_part(state: ConsumerState, row: Reception, part: Part, now: float) -> None:
     """Send the registration to one producer rank, again if need be: repeating it does no harm."""
     part.state = PART.next(part.state, PartEvent.TELL)
-    part.granted_at = now
     register = Register(
         transfer=row.transfer,
         consumer=row.consumer,
+        attempt=row.attempt,
         start=row.start,
         stop=row.stop,
         groups=row.groups,
         write_seconds=state.limits.write_seconds,
+        mark=grant(state, part, now),
         sharers=part.link.sharers,
     )
     state.outputs.append(Send(part.link.peer, register))
+
+
+def grant(state: ConsumerState, part: Part, now: float) -> float | None:
+    """The mark to send with a permission for this part; None when there is none to permit anything with."""
+    mark = state.usable_mark(part.link.peer, now)
+    if mark is None:
+        return None
+    part.granted_at = mark.heard_at
+    return mark.value
 
 
 def fail(state: ConsumerState, row: Reception, reason: str, now: float) -> None:
@@ -68,10 +83,10 @@ def fail(state: ConsumerState, row: Reception, reason: str, now: float) -> None:
     if before is not ReceptionState.WAITING:
         return
     _cancel_parts(state, row)
-    granted = [part.granted_at for part in row.open_parts()]
+    granted = [part.granted_at for part in row.open_parts() if part.granted_at is not None]
     if granted:
-        bound = state.limits.write_seconds + 2 * state.retry_bound_seconds
-        state.lapse_timers.set(row.key, max(*granted, now - bound) + bound)
+        bound = (state.limits.write_seconds + state.retry_bound_seconds) * (1 + CLOCK_DRIFT_MAX)
+        state.lapse_timers.set(row.key, max(granted) + bound)
     check(state, row, now)
 
 
@@ -82,12 +97,13 @@ def _cancel_parts(state: ConsumerState, row: Reception) -> None:
         cancel = Cancel(
             transfer=row.transfer,
             consumer=row.consumer,
+            attempt=row.attempt,
             reason=row.reason or CANCELLED,
             sharers=part.link.sharers,
         )
         state.outputs.append(Send(peer, cancel))
-        if part.state is PartState.UNTOLD:
-            # It never heard of our blocks, so there is nothing to wait for.
+        if part.state is PartState.UNTOLD or part.granted_at is None:
+            # It was never permitted to write to our blocks, so there is nothing to wait for.
             part.state = PART.next(part.state, PartEvent.CANCELLED)
 
 
@@ -160,8 +176,17 @@ def leave(state: ConsumerState, row: Reception) -> None:
         peer.receptions.discard(row.key)
         if not peer.receptions:
             del state.peers[name]
-            state.peer_timers.cancel(("renew", name))
-            state.peer_timers.cancel(("silence", name))
+            for kind in ("renew", "silence", "dead"):
+                state.peer_timers.cancel((kind, name))
+
+
+def part_ways(state: ConsumerState, row: Reception) -> None:
+    """The links of an announced request are lost: they are opened afresh when it gets its memory."""
+    for name, part in (row.parts or {}).items():
+        if part.granted_at is not None:
+            row.granted_before[name] = part.granted_at
+    leave(state, row)
+    row.parts = None
 
 
 def _watch(state: ConsumerState, name: PeerName, row: Reception, now: float) -> None:

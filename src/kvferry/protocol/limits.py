@@ -18,13 +18,18 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     renew_seconds: float = 2.0
     """A consumer renews what it waits for this often, one message per peer."""
     write_seconds: float = 10.0
-    """A registration or renewal permits the producer to post for so long."""
+    """A registration or renewal permits the producer to post for so long after the mark that it repeats."""
     silence_seconds: float = 10.0
     """Transfers fail when their producer has said nothing for so long."""
     handshake_seconds: float = 10.0
     """A producer's directory must have answered by then, or the transfers that need it fail."""
     unknown_seconds: float = 30.0
     """How long one leg may be ahead of the other: `unknown` is tolerated, early registrations are kept."""
+    orphan_seconds: float = 1.0
+    """A rank may outlive its engine, and what it has posted may outlive it, by so long together."""
+    starved_seconds: float = 10.0
+    """An engine that computes nothing for so long while requests of its own wait for memory gives up what it
+    holds for transfers that do not go on: first destinations whose prefill has not begun, then leases."""
     slice_seconds: float = 30.0
     """A posted slice that has not ended by then has its connection torn down, so that it must."""
     retry_seconds: float = 0.05

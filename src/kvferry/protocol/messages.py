@@ -1,5 +1,13 @@
 """What the ranks of two engines say to each other.
 
+A registration is named by transfer, consumer request and `attempt`. The consumer rank numbers its
+receptions from 1 on and never uses a number twice, so that what is late belongs to the registration that it
+was about and to no other, whatever ids a client or a router uses again.
+
+A *mark* is a producer rank's own note of when it spoke (its `Status`). The consumer repeats the newest one
+that it has with each grant of permission, and only its maker reads it: a permission ends `write_seconds`
+after its mark was made, however late the grant arrives or is read.
+
 All are frozen and tagged; `codec` is the only place where they become bytes. New fields get defaults and
 types never change, so that protocol version N reads N-1. Durations travel in seconds, never clock readings.
 Block ids travel as spans `(first, count)`, one list per cache group.
@@ -61,10 +69,13 @@ class Announce(Message, frozen=True, tag="announce"):
 
     transfer: TransferId
     consumer: ConsumerId
+    attempt: int = 1
 
 
 class Register(Message, frozen=True, tag="register"):
-    """The destination is allocated; you may post writes into it for `write_seconds`.
+    """The destination is allocated; you may post writes into it until `write_seconds` after `mark`.
+
+    Without a mark nothing may be posted yet: a `Status` with one is asked for.
 
     `groups[g]` are the spans of the consumer's blocks of cache group g which cover tokens
     `[start, stop)`; `start` is a multiple of the consumer's block size. `sharers` is the number of ranks of
@@ -77,14 +88,18 @@ class Register(Message, frozen=True, tag="register"):
     stop: int
     groups: tuple[tuple[Span, ...], ...]
     write_seconds: float
+    mark: float | None = None
     sharers: int = 1
+    attempt: int = 1
 
 
 class Renew(Message, frozen=True, tag="renew"):
     """I still want these; the write permission starts anew. One per peer and interval."""
 
-    transfers: tuple[tuple[TransferId, ConsumerId], ...]
+    transfers: tuple[tuple[TransferId, ConsumerId, int], ...]
+    """Transfer, consumer and attempt of each."""
     write_seconds: float
+    mark: float | None = None
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
@@ -94,6 +109,7 @@ class Cancel(Message, frozen=True, tag="cancel"):
     consumer: ConsumerId
     reason: str
     sharers: int = 1
+    attempt: int = 1
 
 
 class Fetched(Message, frozen=True, tag="fetched"):
@@ -102,6 +118,7 @@ class Fetched(Message, frozen=True, tag="fetched"):
     transfer: TransferId
     consumer: ConsumerId
     sharers: int = 1
+    attempt: int = 1
 
 
 # --- producer rank -> consumer -------------------------------------------------------------------
@@ -117,6 +134,7 @@ class Landed(Message, frozen=True, tag="landed"):
     consumer: ConsumerId
     start: int
     stop: int
+    attempt: int = 1
 
 
 class Written(Message, frozen=True, tag="written"):
@@ -126,6 +144,7 @@ class Written(Message, frozen=True, tag="written"):
     consumer: ConsumerId
     start: int
     stop: int
+    attempt: int = 1
 
 
 class Failed(Message, frozen=True, tag="failed"):
@@ -135,6 +154,7 @@ class Failed(Message, frozen=True, tag="failed"):
     consumer: ConsumerId
     reason: str
     valid_until: int
+    attempt: int = 1
 
 
 class Cancelled(Message, frozen=True, tag="cancelled"):
@@ -142,6 +162,7 @@ class Cancelled(Message, frozen=True, tag="cancelled"):
 
     transfer: TransferId
     consumer: ConsumerId
+    attempt: int = 1
 
 
 class TransferStatus(msgspec.Struct, frozen=True, array_like=True):
@@ -151,12 +172,17 @@ class TransferStatus(msgspec.Struct, frozen=True, array_like=True):
     consumer: ConsumerId
     state: str
     frontier: int
+    attempt: int = 1
 
 
 class Status(Message, frozen=True, tag="status"):
-    """The answer to `Renew` (and to `Announce`): a slow producer is not one that lost the request."""
+    """The answer to `Renew`, `Announce`, and a `Register` that permits nothing (any more).
+
+    So a slow producer is not taken for one that lost the request, and the consumer has a fresh `mark`.
+    """
 
     transfers: tuple[TransferStatus, ...]
+    mark: float | None = None
 
 
 AnyMessage = (

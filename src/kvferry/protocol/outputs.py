@@ -23,14 +23,14 @@ class Output(msgspec.Struct, frozen=True):
 
 
 class Send(Output, frozen=True):
-    """Send a message. A failure comes back as `handle_peer_lost`, or not at all: messages are repeated."""
+    """Send a message. A failure comes back as a broken link, or not at all: messages are repeated."""
 
     peer: PeerName
     message: AnyMessage
 
 
 class Disconnect(Output, frozen=True):
-    """Tear the connection down: what is in flight on it must end, and the peer can no longer write to us."""
+    """Tear our end of the connection down: what we have in flight on it must end."""
 
     peer: PeerName
     reason: str
@@ -39,6 +39,16 @@ class Disconnect(Output, frozen=True):
 class Resolve(Output, frozen=True):
     """Find the ranks of a producer engine and open links to them; answered by `handle_resolved`."""
 
+    source: Source
+
+
+class Inquire(Output, frozen=True):
+    """Our connection to a producer rank has broken: find out whether the rank lives.
+
+    Answered by `handle_peer_dead`, `handle_peer_alive` or `handle_no_evidence`.
+    """
+
+    peer: PeerName
     source: Source
 
 

@@ -14,7 +14,16 @@ from typing import Any
 from kvferry.errors import PeerError
 from kvferry.ids import PeerName
 from kvferry.protocol import producer_host, producer_peer, pump, settle
-from kvferry.protocol.commands import Abandon, Advance, Command, Expect, Finish, Preempt, Result
+from kvferry.protocol.commands import (
+    Abandon,
+    Advance,
+    Command,
+    Expect,
+    Finish,
+    Preempt,
+    Reclaim,
+    Result,
+)
 from kvferry.protocol.limits import ID_CHARACTERS_MAX, Limits
 from kvferry.protocol.messages import Announce, AnyMessage, Cancel, Fetched, Register, Renew
 from kvferry.protocol.outputs import Output, PeerFacts, PostSlice
@@ -28,6 +37,7 @@ _COMMANDS: dict[type[Command], Callable[[ProducerState, Any, float], None]] = {
     Finish: producer_host.finish,
     Abandon: producer_host.abandon,
     Preempt: producer_host.preempt,
+    Reclaim: producer_host.reclaim,
 }
 _MESSAGES: dict[type[AnyMessage], Callable[[ProducerState, PeerName, Any, float], None]] = {
     Announce: producer_peer.announce,
@@ -41,7 +51,8 @@ PRODUCER_MESSAGES = frozenset(_MESSAGES)
 
 
 def _check_ids(message: Any) -> None:
-    pairs = message.transfers if isinstance(message, Renew) else ((message.transfer, message.consumer),)
+    names = [message] if not isinstance(message, Renew) else message.transfers
+    pairs = [(name.transfer, name.consumer) if name is message else name[:2] for name in names]
     if any(len(name) > ID_CHARACTERS_MAX for pair in pairs for name in pair):
         raise PeerError(f"an id of more than {ID_CHARACTERS_MAX} characters")
 

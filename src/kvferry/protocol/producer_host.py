@@ -6,7 +6,16 @@ from array import array
 
 from kvferry.ids import TransferId
 from kvferry.protocol import pump, settle
-from kvferry.protocol.commands import Abandon, Advance, Drained, Expect, Finish, Preempt, Released
+from kvferry.protocol.commands import (
+    Abandon,
+    Advance,
+    Drained,
+    Expect,
+    Finish,
+    Preempt,
+    Reclaim,
+    Released,
+)
 from kvferry.protocol.reasons import ABANDONED, INCOMPLETE, TABLE_FULL, TOO_SHORT, because
 from kvferry.protocol.sources import Delivery, ProducerState, SourceRow, expanded
 from kvferry.protocol.states import SOURCE, DeliveryEvent, DeliveryState, SourceEvent, SourceState
@@ -19,14 +28,15 @@ def expect(state: ProducerState, command: Expect, now: float) -> None:
         # The connector refuses a second request under an active id; the first one keeps its transfer.
         state.count("expected_twice")
         return
-    tombstone = state.tombstones.pop(command.transfer, None)
-    state.timers.cancel(("tombstone", command.transfer))
     if row is None:
         if len(state.rows) >= state.limits.transfers_max:
             state.count("table_full")
+            _owe_release(state, command.transfer)
             return
         row = SourceRow(command.transfer)
         state.rows[command.transfer] = row
+    tombstone = state.tombstones.pop(command.transfer, None)
+    state.timers.cancel(("tombstone", command.transfer))
     if tombstone is not None:
         row.past = tombstone.answers
     state.timers.cancel(("unknown", command.transfer))
@@ -36,6 +46,13 @@ def expect(state: ProducerState, command: Expect, now: float) -> None:
     for delivery in row.open_deliveries():
         check_length(state, row, delivery)
     settle.settle(state, row, now)
+
+
+def _owe_release(state: ProducerState, transfer: TransferId) -> None:
+    """An id has come again and found the table full: what peers were told of it before stays true."""
+    tombstone = state.tombstones.get(transfer)
+    if tombstone is not None:
+        tombstone.released = False
 
 
 def check_length(state: ProducerState, row: SourceRow, delivery: Delivery) -> None:
@@ -92,6 +109,15 @@ def abandon(state: ProducerState, command: Abandon, now: float) -> None:
         return
     row.host_done = True
     _give_up(state, row, command.reason or ABANDONED, now)
+
+
+def reclaim(state: ProducerState, command: Reclaim, now: float) -> None:
+    """Nobody seems to come for these blocks, or the engine needs them more."""
+    row = _admitted(state, command.transfer)
+    if row is None or row.state is not SourceState.HELD:
+        return
+    if all(delivery.state is not DeliveryState.REGISTERED for delivery in row.open_deliveries()):
+        _give_up(state, row, command.reason, now)
 
 
 def _give_up(state: ProducerState, row: SourceRow, reason: str, now: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.ids import ConsumerId, PeerName, TransferId
+from kvferry.ids import PeerName, TransferId
 from kvferry.protocol import pump, settle
 from kvferry.protocol.messages import (
     Announce,
@@ -15,7 +15,6 @@ from kvferry.protocol.messages import (
     Renew,
     Status,
     TransferStatus,
-    Written,
 )
 from kvferry.protocol.outputs import Send
 from kvferry.protocol.producer_host import check_length
@@ -41,8 +40,7 @@ def announce(state: ProducerState, peer: PeerName, message: Announce, now: float
     if delivery is None:
         return
     _keep_lease(state, message.transfer, now)
-    states = (_status(state, delivery.transfer, delivery.consumer),)
-    state.outputs.append(Send(peer, Status(transfers=states)))
+    _send_status(state, delivery, now)
 
 
 def register(state: ProducerState, peer: PeerName, message: Register, now: float) -> None:
@@ -61,22 +59,24 @@ def register(state: ProducerState, peer: PeerName, message: Register, now: float
     fresh = delivery.state is DeliveryState.ANNOUNCED
     delivery.state = DELIVERY.next(delivery.state, DeliveryEvent.REGISTER)
     _keep_lease(state, message.transfer, now)
-    delivery.permission_until = now + message.write_seconds
+    _permit(delivery, message, now)
     if fresh:
         delivery.sharers = message.sharers
         delivery.start, delivery.stop = message.start, message.stop
         delivery.next_token = message.start
         delivery.target_blocks = tuple(expanded(spans) for spans in message.groups)
         delivery.registration = _digest(message)
+        pump.stand_behind(state, delivery, now)
     row = state.rows[message.transfer]
     if row.state is not SourceState.UNKNOWN:
         check_length(state, row, delivery)
     if fresh and delivery.state is DeliveryState.REGISTERED and message.start == message.stop:
         delivery.state = DELIVERY.next(delivery.state, DeliveryEvent.COMPLETE)
-        delivery.answer = Written(
-            transfer=message.transfer, consumer=message.consumer, start=message.start, stop=message.stop
-        )
+        delivery.answer = pump.written(delivery)
         state.outputs.append(Send(peer, delivery.answer))
+    elif delivery.state is DeliveryState.REGISTERED and delivery.permission_until <= now:
+        # It has no mark of ours that is worth anything: give it one to renew with.
+        _send_status(state, delivery, now)
     pump.wake(state, delivery)
     settle.settle(state, row, now)
 
@@ -84,31 +84,41 @@ def register(state: ProducerState, peer: PeerName, message: Register, now: float
 def renew(state: ProducerState, peer: PeerName, message: Renew, now: float) -> None:
     """A consumer still wants these: permissions and leases start anew, and it hears how each stands."""
     states = []
-    for transfer, consumer in message.transfers:
+    for transfer, consumer, attempt in message.transfers:
         row = state.rows.get(transfer)
-        delivery = None if row is None else row.deliveries.get((peer, consumer))
-        answer = _ended_answer(state, transfer, peer, consumer)
+        delivery = None if row is None else row.deliveries.get((peer, consumer, attempt))
+        answer = _ended_answer(state, transfer, (peer, consumer, attempt))
         if answer is not None:
             state.outputs.append(Send(peer, answer))
         elif row is not None:
             _keep_lease(state, transfer, now)
         if delivery is None or delivery.state is DeliveryState.ANNOUNCED:
             # Whoever waits for our writes has to register (again): we have not heard of its blocks.
-            states.append(TransferStatus(transfer, consumer, "unknown", 0))
+            states.append(TransferStatus(transfer, consumer, "unknown", 0, attempt))
             continue
-        delivery.permission_until = now + message.write_seconds
+        _permit(delivery, message, now)
         pump.wake(state, delivery)
-        states.append(_status(state, transfer, consumer))
-    state.outputs.append(Send(peer, Status(transfers=tuple(states))))
+        states.append(_status(state, delivery))
+    state.outputs.append(Send(peer, Status(transfers=tuple(states), mark=now)))
+
+
+def _permit(delivery: Delivery, message: Register | Renew, now: float) -> None:
+    """Let the permission run on from our own mark; a grant without one, or a late one, changes nothing."""
+    if message.mark is not None and message.mark <= now:
+        delivery.permission_until = max(delivery.permission_until, message.mark + message.write_seconds)
+
+
+def _send_status(state: ProducerState, delivery: Delivery, now: float) -> None:
+    state.outputs.append(Send(delivery.peer, Status(transfers=(_status(state, delivery),), mark=now)))
 
 
 def cancel(state: ProducerState, peer: PeerName, message: Cancel, now: float) -> None:
     """A consumer needs nothing (any more): the fence follows when nothing is in flight to it."""
-    fence = Cancelled(transfer=message.transfer, consumer=message.consumer)
+    fence = _fence(message)
     tombstone = state.tombstones.get(message.transfer)
     if message.transfer not in state.rows and tombstone is not None:
-        _remember(state, tombstone, (peer, message.consumer), fence)
-        state.outputs.append(Send(peer, fence))
+        if _remember(state, tombstone.answers, _key(peer, message), fence):
+            state.outputs.append(Send(peer, fence))
         return
     delivery = _delivery(state, peer, message, now)
     if delivery is None:
@@ -165,31 +175,34 @@ def _delivery(
     state: ProducerState, peer: PeerName, message: Announce | Register | Cancel | Fetched, now: float
 ) -> Delivery | None:
     """The delivery that a message is about, made when it is the first; None when it was answered instead."""
+    key = _key(peer, message)
     row = state.rows.get(message.transfer)
     if row is None:
         tombstone = state.tombstones.get(message.transfer)
-        if tombstone is not None:
+        if tombstone is not None and (key in tombstone.answers or not tombstone.only_denials):
             _answer_late(state, peer, message, tombstone)
             return None
         if len(state.rows) >= state.limits.transfers_max:
             state.count("table_full")
-            _send_failed(state, peer, message, TABLE_FULL)
+            _deny(state, peer, message, TABLE_FULL, now)
             return None
         row = SourceRow(message.transfer)
+        if tombstone is not None:
+            row.past = state.tombstones.pop(message.transfer).answers
+            state.timers.cancel(("tombstone", message.transfer))
         state.rows[message.transfer] = row
         state.timers.set(("unknown", message.transfer), now + state.limits.unknown_seconds)
-    key = (peer, message.consumer)
     if key in row.past:
-        # It was told that we are silent, so whatever it said before that is void. Ids are used once.
-        fence = Cancelled(transfer=message.transfer, consumer=message.consumer)
-        state.outputs.append(Send(peer, fence if isinstance(message, Cancel) else row.past[key]))
+        # It was told that we are silent, so whatever it said before that is void.
+        answer = _fence(message) if isinstance(message, Cancel) else row.past[key]
+        state.outputs.append(Send(peer, answer))
         return None
     if key not in row.deliveries:
         if len(row.deliveries) >= state.limits.consumers_max:
             state.count("table_full")
-            _send_failed(state, peer, message, TABLE_FULL)
+            _deny(state, peer, message, TABLE_FULL, now)
             return None
-        row.deliveries[key] = Delivery(message.transfer, message.consumer, peer)
+        row.deliveries[key] = Delivery(message.transfer, message.consumer, peer, message.attempt)
         if row.abandon_reason or row.expired:
             settle.fail_open(state, row, settle.outcome(row))
             settle.settle(state, row, now)
@@ -204,38 +217,61 @@ def _answer_late(
     tombstone: Tombstone,
 ) -> None:
     state.count("late_message")
-    key = (peer, message.consumer)
-    answer = tombstone.answers.get(key)
-    if answer is None:
-        start = message.start if isinstance(message, Register) else 0
-        answer = _failed(message.transfer, message.consumer, tombstone.outcome, start)
-        _remember(state, tombstone, key, answer)
-    state.outputs.append(Send(peer, answer))
+    key = _key(peer, message)
+    answer = tombstone.answers.get(key) or _denial(peer, message, tombstone.outcome)
+    if _remember(state, tombstone.answers, key, answer):
+        state.outputs.append(Send(peer, answer))
 
 
-def _remember(state: ProducerState, tombstone: Tombstone, key: DeliveryKey, answer: AnyMessage) -> None:
-    """What a consumer was told stays true: its blocks may be another request's from now on."""
-    if key in tombstone.answers or len(tombstone.answers) < state.limits.consumers_max:
-        tombstone.answers[key] = answer
+def _deny(
+    state: ProducerState,
+    peer: PeerName,
+    message: Announce | Register | Cancel | Fetched,
+    reason: str,
+    now: float,
+) -> None:
+    """Refuse what a message asks for, for good: `Failed` is a fence, so nothing may be written later."""
+    row = state.rows.get(message.transfer)
+    if row is not None:
+        answers = row.past
+    else:
+        if message.transfer not in state.tombstones:
+            denials = Tombstone(reason, {}, {}, released=False, only_denials=True)
+            settle.bury(state, message.transfer, denials, now)
+        answers = state.tombstones[message.transfer].answers
+    answer = _denial(peer, message, reason)
+    if _remember(state, answers, _key(peer, message), answer):
+        state.outputs.append(Send(peer, answer))
 
 
-def _ended_answer(
-    state: ProducerState, transfer: TransferId, peer: PeerName, consumer: ConsumerId
-) -> AnyMessage | None:
+def _remember(
+    state: ProducerState, answers: dict[DeliveryKey, AnyMessage], key: DeliveryKey, answer: AnyMessage
+) -> bool:
+    """Keep what a consumer is told true: its blocks may be another request's from now on.
+
+    False when there is no room. The answer must not be given then: a fence that is forgotten is none.
+    """
+    if key not in answers and len(answers) >= state.limits.consumers_max:
+        state.count("table_full")
+        return False
+    answers[key] = answer
+    return True
+
+
+def _ended_answer(state: ProducerState, transfer: TransferId, key: DeliveryKey) -> AnyMessage | None:
     row = state.rows.get(transfer)
     if row is not None:
-        delivery = row.deliveries.get((peer, consumer))
+        delivery = row.deliveries.get(key)
         if delivery is None:
-            return row.past.get((peer, consumer))
+            return row.past.get(key)
         return delivery.answer if delivery.ended else None
     tombstone = state.tombstones.get(transfer)
     if tombstone is None:
         return None
-    if (peer, consumer) not in tombstone.answers:
-        late = _failed(transfer, consumer, tombstone.outcome, 0)
-        _remember(state, tombstone, (peer, consumer), late)
-        return late
-    return tombstone.answers[(peer, consumer)]
+    if key in tombstone.answers or tombstone.only_denials:
+        return tombstone.answers.get(key)
+    late = _failed(transfer, key, tombstone.outcome, 0)
+    return late if _remember(state, tombstone.answers, key, late) else None
 
 
 def _keep_lease(state: ProducerState, transfer: TransferId, now: float) -> None:
@@ -245,30 +281,43 @@ def _keep_lease(state: ProducerState, transfer: TransferId, now: float) -> None:
         state.timers.set(("lease", transfer), row.lease_until)
 
 
-def _status(state: ProducerState, transfer: TransferId, consumer: ConsumerId) -> TransferStatus:
-    row = state.rows[transfer]
-    writing = any(d.in_flight for d in row.deliveries.values() if d.consumer == consumer)
+def _status(state: ProducerState, delivery: Delivery) -> TransferStatus:
+    row = state.rows[delivery.transfer]
+    writing = any(d.in_flight for d in row.deliveries.values() if d.consumer == delivery.consumer)
     name = "writing" if writing else row.state.value
-    return TransferStatus(transfer, consumer, name, row.frontier)
+    return TransferStatus(delivery.transfer, delivery.consumer, name, row.frontier, delivery.attempt)
 
 
-def _send_failed(
-    state: ProducerState, peer: PeerName, message: Announce | Register | Cancel | Fetched, reason: str
-) -> None:
+def _denial(
+    peer: PeerName, message: Announce | Register | Cancel | Fetched, reason: str
+) -> Failed | Cancelled:
+    if isinstance(message, Cancel):
+        return _fence(message)
     start = message.start if isinstance(message, Register) else 0
-    state.outputs.append(Send(peer, _failed(message.transfer, message.consumer, reason, start)))
+    return _failed(message.transfer, _key(peer, message), reason, start)
 
 
-def _failed(transfer: TransferId, consumer: ConsumerId, reason: str, valid_until: int) -> Failed:
-    return Failed(transfer=transfer, consumer=consumer, reason=reason, valid_until=valid_until)
+def _failed(transfer: TransferId, key: DeliveryKey, reason: str, valid_until: int) -> Failed:
+    _, consumer, attempt = key
+    return Failed(
+        transfer=transfer, consumer=consumer, attempt=attempt, reason=reason, valid_until=valid_until
+    )
+
+
+def _fence(message: Cancel) -> Cancelled:
+    return Cancelled(transfer=message.transfer, consumer=message.consumer, attempt=message.attempt)
+
+
+def _key(peer: PeerName, message: Announce | Register | Cancel | Fetched) -> DeliveryKey:
+    return (peer, message.consumer, message.attempt)
 
 
 def _refuse(state: ProducerState, peer: PeerName, message: Register, reason: str, now: float) -> None:
     """Fail a registration; one that already stands under its name drains first, for `Failed` is a fence."""
     row = state.rows.get(message.transfer)
-    delivery = None if row is None else row.deliveries.get((peer, message.consumer))
+    delivery = None if row is None else row.deliveries.get(_key(peer, message))
     if row is None or delivery is None or delivery.ended:
-        _send_failed(state, peer, message, reason)
+        _deny(state, peer, message, reason, now)
         return
     settle.stop(state, delivery, DeliveryEvent.STOP, DeliveryEvent.DRAINED_FAILED, reason)
     settle.settle(state, row, now)
@@ -280,7 +329,7 @@ def _digest(message: Register) -> int:
 
 def _conflict(state: ProducerState, peer: PeerName, message: Register) -> str:
     """Whether other blocks were registered under the same name before."""
-    key = (peer, message.consumer)
+    key = _key(peer, message)
     row, tombstone = state.rows.get(message.transfer), state.tombstones.get(message.transfer)
     known = None
     if row is not None and key in row.deliveries:

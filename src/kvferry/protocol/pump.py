@@ -24,7 +24,7 @@ def wake(state: ProducerState, delivery: Delivery) -> None:
     """Something changed: ask this delivery for a slice at its next turn."""
     lane = state.lanes.get(delivery.peer)
     if lane is not None and delivery.state is DeliveryState.REGISTERED:
-        lane.ready.setdefault((delivery.transfer, delivery.consumer))
+        lane.ready.setdefault(delivery.name)
 
 
 def wake_source(state: ProducerState, row: SourceRow) -> None:
@@ -40,7 +40,7 @@ def next_slice(state: ProducerState, now: float) -> PostSlice | None:
             key = next(iter(lane.ready))
             lane.ready.move_to_end(key)
             row = state.rows.get(key[0])
-            delivery = None if row is None else row.deliveries.get((peer, key[1]))
+            delivery = None if row is None else row.deliveries.get((peer, *key[1:]))
             if row is not None and delivery is not None:
                 posted = _postable(state, row, delivery, lane, now)
                 if posted is not None:
@@ -56,9 +56,43 @@ def _postable(
         return None
     if not now < delivery.permission_until or now < delivery.retry_at:
         return None
+    if delivery.behind:
+        return None
     grain = math.lcm(*state.block_tokens, *lane.facts.block_tokens)
     slice_tokens = max(lane.facts.slice_tokens // grain, 1) * grain
     return delivery.next_range(row.frontier, slice_tokens, grain)
+
+
+def stand_behind(state: ProducerState, delivery: Delivery, now: float) -> None:
+    """Let a new delivery wait for slices that are still in flight into blocks which have become its own.
+
+    Its peer has got these blocks back by the transport's retry bound, and is right to. Yet a write that has
+    outlived the bound and a new one must not be in flight together.
+    """
+    doubtful = []
+    for number, (transfer, key) in state.slices.items():
+        other = state.rows[transfer].deliveries[key]
+        standing = other.state is DeliveryState.REGISTERED and now < other.permission_until
+        if key[0] == delivery.peer and other is not delivery and not standing:
+            doubtful.append((number, other))
+    if not doubtful:
+        return
+    blocks = [set(group) for group in delivery.target_blocks]
+    for number, other in doubtful:
+        groups = zip(blocks, other.target_blocks, strict=True)
+        if any(not ours.isdisjoint(theirs) for ours, theirs in groups):
+            delivery.behind.add(number)
+            state.hindered.setdefault(number, []).append((delivery.transfer, delivery.key))
+
+
+def _go_on_behind(state: ProducerState, number: int) -> None:
+    """A slice has ended: deliveries that waited for it may be written."""
+    for transfer, key in state.hindered.pop(number, ()):
+        row = state.rows.get(transfer)
+        delivery = None if row is None else row.deliveries.get(key)
+        if delivery is not None:
+            delivery.behind.discard(number)
+            wake(state, delivery)
 
 
 def _post(
@@ -76,12 +110,14 @@ def _post(
     lane.in_flight += 1
     notify: Written | Landed
     if last:
-        notify = Written(
-            transfer=row.transfer, consumer=delivery.consumer, start=delivery.start, stop=delivery.stop
-        )
+        notify = written(delivery)
     else:
         notify = Landed(
-            transfer=row.transfer, consumer=delivery.consumer, start=posted.start, stop=posted.stop
+            transfer=row.transfer,
+            consumer=delivery.consumer,
+            attempt=delivery.attempt,
+            start=posted.start,
+            stop=posted.stop,
         )
     return PostSlice(
         slice=number,
@@ -94,6 +130,17 @@ def _post(
         target_blocks=_target_blocks(lane, delivery, posted),
         notify=notify,
         early=row.frontier < row.tokens,
+    )
+
+
+def written(delivery: Delivery) -> Written:
+    """What a peer is told of a delivery that is complete."""
+    return Written(
+        transfer=delivery.transfer,
+        consumer=delivery.consumer,
+        attempt=delivery.attempt,
+        start=delivery.start,
+        stop=delivery.stop,
     )
 
 
@@ -140,18 +187,18 @@ def slice_ended(state: ProducerState, number: int, now: float, failure: str | No
             state, delivery, DeliveryEvent.STOP, DeliveryEvent.DRAINED_FAILED, coded(POST_FAILED, failure)
         )
     wake(state, delivery)
+    _go_on_behind(state, number)
     settle.answer_tickets(state, number)
     settle.settle(state, row, now)
 
 
 def _complete(state: ProducerState, delivery: Delivery) -> None:
-    # Stopped meanwhile: the bytes are there and the peer has heard so, yet it asked for a fence too.
+    if delivery.state is DeliveryState.STOPPING and delivery.stop_event is DeliveryEvent.DRAINED_CANCELLED:
+        # The bytes are there and the peer has heard so, yet it asked for a fence and gets one.
+        return
     delivery.state = DELIVERY.next(delivery.state, DeliveryEvent.COMPLETE)
-    if delivery.state is DeliveryState.WRITTEN:
-        delivery.answer = Written(
-            transfer=delivery.transfer, consumer=delivery.consumer, start=delivery.start, stop=delivery.stop
-        )
-        state.count("written")
+    delivery.answer = written(delivery)
+    state.count("written")
 
 
 def _retry_later(

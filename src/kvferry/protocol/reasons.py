@@ -20,6 +20,7 @@ MALFORMED: Final = "malformed"
 TOO_SHORT: Final = "too_short"
 TABLE_FULL: Final = "table_full"
 CLOSED: Final = "closed"
+STARVED: Final = "starved"
 OTHER: Final = "other"
 
 CODES: Final = frozenset(
@@ -40,6 +41,7 @@ CODES: Final = frozenset(
         TOO_SHORT,
         TABLE_FULL,
         CLOSED,
+        STARVED,
         OTHER,
     }
 )

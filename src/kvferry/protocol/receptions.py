@@ -6,6 +6,7 @@ Plain state with the arithmetic that belongs to it. What changes it, and when, i
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
@@ -20,19 +21,28 @@ from kvferry.protocol.timers import Timers
 ReceptionKey = tuple[TransferId, ConsumerId]
 SOURCES_MAX = 1024
 """Producer engines whose links are remembered while nothing is received from them."""
+MARKS_MAX = 4096
+"""Producer ranks whose newest mark is remembered; beyond it the longest unheard one is forgotten."""
 
 
 @dataclass(slots=True)
 class Part:
-    """One producer rank of a reception. `granted_at` is when the running write permission was sent."""
+    """One producer rank of a reception."""
 
     link: Link
     state: PartState = PartState.UNTOLD
     landed: Ranges = field(default_factory=Ranges)
     valid_until: int = 0
-    granted_at: float = 0.0
+    granted_at: float | None = None
+    """When the mark came in that our newest grant of permission repeats; None if we have granted nothing."""
     heard_at: float = 0.0
     """When the rank last said something of this reception; what else it says is no answer."""
+    stands: str = "unknown"
+    """How the transfer stands there, by its latest `Status`."""
+    frontier: int = 0
+    """Tokens that it has computed, by the same."""
+    noted: tuple[str, int, int] | None = None
+    """How far it was when the engine last wanted the destination back."""
 
     @property
     def ended(self) -> bool:
@@ -52,6 +62,7 @@ class Reception:
     transfer: TransferId
     consumer: ConsumerId
     source: Source
+    attempt: int
     state: ReceptionState = ReceptionState.ANNOUNCED
     parts: dict[PeerName, Part] | None = None
     start: int = 0
@@ -62,6 +73,8 @@ class Reception:
     """Why it fails; sticky, the first one counts."""
     withdrawn: bool = False
     waiting_since: float = 0.0
+    granted_before: dict[PeerName, float] = field(default_factory=dict)
+    """`Part.granted_at` of ranks whose links were lost while this was announced; the grant may arrive yet."""
 
     @property
     def key(self) -> ReceptionKey:
@@ -93,6 +106,21 @@ class Peer:
 
     last_heard: float
     receptions: set[ReceptionKey] = field(default_factory=set)
+    broken: bool = False
+    """Our connection to it has broken, and it is not known whether it lives."""
+    asked: bool = False
+    """Somebody is finding out, or it is dead and its orphans are waited for."""
+    reason: str = ""
+    """How it was proven dead."""
+    asked_at: float = -math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A producer rank's note of when it spoke, and when that came in by our clock."""
+
+    value: float
+    heard_at: float
 
 
 @dataclass(slots=True)
@@ -104,11 +132,37 @@ class ConsumerState:
     rows: dict[ReceptionKey, Reception] = field(default_factory=dict)
     sources: OrderedDict[Source, SourceLinks] = field(default_factory=OrderedDict)
     peers: dict[PeerName, Peer] = field(default_factory=dict)
+    marks: OrderedDict[PeerName, Mark] = field(default_factory=OrderedDict)
+    attempts: int = 0
+    """Receptions so far; the newest one's number."""
     peer_timers: Timers[tuple[str, PeerName]] = field(default_factory=Timers)
     lapse_timers: Timers[ReceptionKey] = field(default_factory=Timers)
     outputs: deque[Output] = field(default_factory=deque)
     results: deque[Result] = field(default_factory=deque)
     counts: dict[str, int] = field(default_factory=dict)
+
+    def open_row(self, transfer: TransferId, consumer: ConsumerId, source: Source) -> Reception:
+        """A new reception under its own number."""
+        self.attempts += 1
+        row = Reception(transfer, consumer, source, self.attempts)
+        self.rows[row.key] = row
+        return row
+
+    def take_mark(self, name: PeerName, value: float, now: float) -> None:
+        """Remember a producer rank's mark unless a newer one is known."""
+        known = self.marks.get(name)
+        if known is None or value > known.value:
+            self.marks[name] = Mark(value, now)
+            self.marks.move_to_end(name)
+            if len(self.marks) > MARKS_MAX:
+                self.marks.popitem(last=False)
+
+    def usable_mark(self, name: PeerName, now: float) -> Mark | None:
+        """The peer's newest mark, while most of a permission that repeats it lies ahead."""
+        mark = self.marks.get(name)
+        if mark is None or now - mark.heard_at > self.limits.write_seconds / 2:
+            return None
+        return mark
 
     def count(self, what: str) -> None:
         """Move a counter that says how often something unusual happened."""

@@ -7,6 +7,7 @@ has finished with it, nothing is in flight, and its consumers are served, gone o
 
 from __future__ import annotations
 
+from kvferry.ids import TransferId
 from kvferry.protocol.commands import DeliveryEnded, Drained, Released
 from kvferry.protocol.messages import AnyMessage, Cancelled, Failed
 from kvferry.protocol.outputs import Send
@@ -45,7 +46,7 @@ def stop(
     delivery.retries.clear()
     lane = state.lanes.get(delivery.peer)
     if lane is not None:
-        lane.ready.pop((delivery.transfer, delivery.consumer), None)
+        lane.ready.pop(delivery.name, None)
 
 
 def fail_open(state: ProducerState, row: SourceRow, reason: str) -> None:
@@ -69,11 +70,12 @@ def _drained(state: ProducerState, delivery: Delivery) -> None:
     delivery.state = DELIVERY.next(delivery.state, delivery.stop_event)
     answer: AnyMessage
     if delivery.state is DeliveryState.CANCELLED:
-        answer = Cancelled(transfer=delivery.transfer, consumer=delivery.consumer)
+        answer = Cancelled(transfer=delivery.transfer, consumer=delivery.consumer, attempt=delivery.attempt)
     else:
         answer = Failed(
             transfer=delivery.transfer,
             consumer=delivery.consumer,
+            attempt=delivery.attempt,
             reason=delivery.stop_reason,
             valid_until=delivery.good_until,
         )
@@ -124,14 +126,14 @@ def _end(state: ProducerState, row: SourceRow, now: float) -> None:
         state.timers.cancel((kind, row.transfer))
     answers = row.past | {key: d.answer for key, d in row.deliveries.items() if d.answer is not None}
     registrations = {key: d.registration for key, d in row.deliveries.items() if key in answers}
-    bury(state, row, Tombstone(reason, answers, registrations, row.host_done), now)
+    bury(state, row.transfer, Tombstone(reason, answers, registrations, row.host_done), now)
 
 
-def bury(state: ProducerState, row: SourceRow, tombstone: Tombstone, now: float) -> None:
+def bury(state: ProducerState, transfer: TransferId, tombstone: Tombstone, now: float) -> None:
     """Remember an ended transfer for a while."""
-    state.tombstones[row.transfer] = tombstone
-    state.tombstones.move_to_end(row.transfer)
-    state.timers.set(("tombstone", row.transfer), now + state.limits.tombstone_seconds)
+    state.tombstones[transfer] = tombstone
+    state.tombstones.move_to_end(transfer)
+    state.timers.set(("tombstone", transfer), now + state.limits.tombstone_seconds)
     while len(state.tombstones) > state.limits.tombstones_max:
         oldest, _ = state.tombstones.popitem(last=False)
         state.timers.cancel(("tombstone", oldest))
@@ -145,7 +147,7 @@ def outcome(row: SourceRow) -> str:
     failures = [d.stop_reason for d in row.deliveries.values() if d.state is DeliveryState.FAILED]
     if failures:
         return failures[0]
-    if row.expired:
+    if row.expired and row.served() < row.consumers:
         return LEASE_EXPIRED if row.host_done else UNKNOWN
     if DeliveryState.WRITTEN in states:
         return WRITTEN

@@ -19,7 +19,10 @@ from kvferry.protocol.ranges import Ranges
 from kvferry.protocol.states import DELIVERY_ENDED, DeliveryEvent, DeliveryState, SourceState
 from kvferry.protocol.timers import Timers
 
-DeliveryKey = tuple[PeerName, ConsumerId]
+RegistrationName = tuple[TransferId, ConsumerId, int]
+"""Transfer, consumer and attempt: how messages name a registration of the rank that they come from."""
+DeliveryKey = tuple[PeerName, ConsumerId, int]
+"""Consumer rank, consumer and attempt."""
 TimerKey = tuple[str, TransferId]
 """Kind (lease, unknown, tombstone or retry) and transfer."""
 
@@ -40,6 +43,7 @@ class Delivery:
     transfer: TransferId
     consumer: ConsumerId
     peer: PeerName
+    attempt: int = 1
     state: DeliveryState = DeliveryState.ANNOUNCED
     sharers: int = 1
     start: int = 0
@@ -48,6 +52,8 @@ class Delivery:
     registration: int | None = None
     """Digest of what was registered: the same name with other blocks is no repetition."""
     permission_until: float = 0.0
+    behind: set[int] = field(default_factory=set)
+    """Slices in flight into blocks of ours that another registration had before; they have to end first."""
     next_token: int = 0
     in_flight: dict[int, Posted] = field(default_factory=dict)
     landed: Ranges = field(default_factory=Ranges)
@@ -61,7 +67,11 @@ class Delivery:
 
     @property
     def key(self) -> DeliveryKey:
-        return (self.peer, self.consumer)
+        return (self.peer, self.consumer, self.attempt)
+
+    @property
+    def name(self) -> RegistrationName:
+        return (self.transfer, self.consumer, self.attempt)
 
     @property
     def ended(self) -> bool:
@@ -130,13 +140,17 @@ class SourceRow:
         return sum(len(delivery.in_flight) for delivery in self.deliveries.values())
 
     def served(self) -> int:
-        """Consumers of which every rank that shares this producer rank has ended."""
+        """Consumers of which every rank that shares this producer rank has ended its newest attempt."""
+        newest: dict[tuple[ConsumerId, PeerName], Delivery] = {}
+        for delivery in self.deliveries.values():
+            place = (delivery.consumer, delivery.peer)
+            if place not in newest or newest[place].attempt < delivery.attempt:
+                newest[place] = delivery
         ended: dict[ConsumerId, int] = {}
         sharers: dict[ConsumerId, int] = {}
-        for delivery in self.deliveries.values():
-            if delivery.ended:
-                ended[delivery.consumer] = ended.get(delivery.consumer, 0) + 1
-            sharers[delivery.consumer] = max(sharers.get(delivery.consumer, 1), delivery.sharers)
+        for (consumer, _), delivery in newest.items():
+            ended[consumer] = ended.get(consumer, 0) + delivery.ended
+            sharers[consumer] = max(sharers.get(consumer, 1), delivery.sharers)
         return sum(1 for consumer, count in ended.items() if count >= sharers[consumer])
 
     def open_deliveries(self) -> list[Delivery]:
@@ -153,6 +167,8 @@ class Tombstone:
     registrations: dict[DeliveryKey, int | None]
     released: bool
     """Whether the host has had its `Released`."""
+    only_denials: bool = False
+    """The transfer has not been here: some registrations of it were refused, and stay so."""
 
 
 @dataclass(slots=True)
@@ -160,7 +176,7 @@ class Lane:
     """Turns of one peer's deliveries, and how much is in flight towards it."""
 
     facts: PeerFacts
-    ready: OrderedDict[tuple[TransferId, ConsumerId], None] = field(default_factory=OrderedDict)
+    ready: OrderedDict[RegistrationName, None] = field(default_factory=OrderedDict)
     in_flight: int = 0
 
 
@@ -174,6 +190,8 @@ class ProducerState:
     tombstones: OrderedDict[TransferId, Tombstone] = field(default_factory=OrderedDict)
     lanes: dict[PeerName, Lane] = field(default_factory=dict)
     slices: dict[int, tuple[TransferId, DeliveryKey]] = field(default_factory=dict)
+    hindered: dict[int, list[tuple[TransferId, DeliveryKey]]] = field(default_factory=dict)
+    """Deliveries that wait for a slice of another one, by its number."""
     tickets: dict[int, set[int]] = field(default_factory=dict)
     """Preemptions that wait, with the slices that still read the blocks which they took away."""
     timers: Timers[TimerKey] = field(default_factory=Timers)

@@ -176,6 +176,8 @@ DELIVERY: Table[DeliveryState, DeliveryEvent] = Table(
         (_D.REGISTERED, _DE.CANCEL): _D.STOPPING,
         (_D.REGISTERED, _DE.STOP): _D.STOPPING,
         (_D.STOPPING, _DE.CANCEL): _D.STOPPING,
+        # The last slice lands after its delivery was stopped: the peer hears that everything is in place.
+        (_D.STOPPING, _DE.COMPLETE): _D.WRITTEN,
         (_D.STOPPING, _DE.DRAINED_FAILED): _D.FAILED,
         (_D.STOPPING, _DE.DRAINED_CANCELLED): _D.CANCELLED,
     },
@@ -184,8 +186,6 @@ DELIVERY: Table[DeliveryState, DeliveryEvent] = Table(
         (_D.REGISTERED, _DE.REGISTER),
         (_D.STOPPING, _DE.REGISTER),
         (_D.STOPPING, _DE.STOP),
-        # The last slice may complete after its delivery was stopped.
-        (_D.STOPPING, _DE.COMPLETE),
         *((state, event) for state in DELIVERY_ENDED for event in (_DE.REGISTER, _DE.CANCEL, _DE.STOP)),
         *((state, _DE.FETCHED) for state in (*DELIVERY_ENDED, _D.STOPPING)),
     },

@@ -142,7 +142,7 @@ def test_drain_waits_for_the_writes_and_only_within_its_bound(agents: Threaded) 
 def test_drain_leaves_nothing_behind(agents: Threaded) -> None:
     agents.producer.submit(Expect(T1, BLOCK_TOKENS))
     assert agents.producer.drain((T1,), WAIT_SECONDS)
-    assert agents.producer._tickets == {}
+    assert agents.producer.drains_waiting == 0
     assert agents.producer.results() == []
 
 

@@ -35,7 +35,7 @@ from kvferry.agent.directory import (
 from kvferry.agent.directory_client import DirectoryClient
 from kvferry.agent.directory_server import DirectoryServer
 from kvferry.agent.links import Resolver
-from kvferry.errors import PeerError, TransportError, UsageError
+from kvferry.errors import PeerError, PeerGoneError, TransportError, UsageError
 from kvferry.ids import EngineId, Incarnation
 
 ENGINE = EngineId("engine-1")
@@ -354,6 +354,71 @@ def test_close_is_idempotent_and_later_lookups_fail(asked):
         client.close()
         client.resolve(HOST, 1, ENGINE, asked.named())
         assert isinstance(asked.result(), TransportError)
+
+
+# --- is an engine that was there still there? ------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.create_server((HOST, 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def test_an_impatient_lookup_of_an_engine_that_is_there_reads_its_directory(server, client, asked):
+    """A05: also when it is another incarnation by now; who asks compares the names."""
+    client.resolve(HOST, server.port, ENGINE, asked.named(), patient=False)
+    assert asked.result() == directory()
+    anew = msgspec.structs.replace(directory(), incarnation=Incarnation("next life"))
+    server.publish(anew)
+    client.resolve(HOST, server.port, ENGINE, asked.named(), patient=False)
+    assert asked.result() == anew
+
+
+@pytest.mark.parametrize("host", [HOST, "localhost"])
+def test_an_impatient_lookup_is_over_when_nobody_listens(asked, host):
+    """P47: a patient one would go on until its deadline, which is far away here."""
+    client = DirectoryClient(deadline_seconds=10_000.0)
+    port = free_port()
+    client.resolve(host, port, ENGINE, asked.named(), patient=False)
+    error = asked.result()
+    assert isinstance(error, PeerGoneError)
+    assert f"{host}:{port}" in str(error)
+    assert "engine-1" in str(error)
+    client.close()
+
+
+def test_an_impatient_lookup_of_what_listens_and_says_nothing_proves_nothing(asked):
+    """P47: a frozen process is not a dead one."""
+    client = DirectoryClient(deadline_seconds=0.2)
+    listener = socket.create_server((HOST, 0))
+    client.resolve(HOST, listener.getsockname()[1], ENGINE, asked.named(), patient=False)
+    error = asked.result()
+    assert isinstance(error, TransportError)
+    assert not isinstance(error, PeerGoneError)
+    client.close()
+    listener.close()
+
+
+def test_an_impatient_lookup_of_another_engine_is_an_error_that_names_both(server, client, asked):
+    client.resolve(HOST, server.port, EngineId("engine-0"), asked.named(), patient=False)
+    error = asked.result()
+    assert isinstance(error, PeerError)
+    assert "'engine-1'" in str(error)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_an_impatient_lookup_after_the_end_is_answered_too(asked, used):
+    """P66: a connection that breaks while the agent closes must not break its thread."""
+    client = DirectoryClient()
+    if used:
+        client.resolve(HOST, free_port(), ENGINE, asked.named(), patient=False)
+        assert isinstance(asked.result(), PeerGoneError)
+    client.close()
+    client.close()
+    client.resolve(HOST, free_port(), ENGINE, asked.named(), patient=False)
+    error = asked.result()
+    assert isinstance(error, TransportError)
+    assert not isinstance(error, PeerGoneError)
 
 
 # --- serving ---------------------------------------------------------------------------------------

@@ -162,9 +162,9 @@ def test_a_refused_post_is_tried_again_and_nothing_is_lost() -> None:
     world.run(0.05)
     world.fabric.inject(producer.peer, consumer.peer, *[PostFault.REFUSE] * 3, PostFault.BREAK)
     producer.do(*prefill(T1, [1, 2], 2 * BLOCK_TOKENS))
-    world.until(lambda: consumer.of(Received) or consumer.of(ReceiveFailed), 20.0)
-    if consumer.of(Received):
-        assert_copied(producer, consumer, {1: 20, 2: 21})
+    world.until(lambda: consumer.of(Received), 20.0)
+    assert consumer.of(ReceiveFailed) == []
+    assert_copied(producer, consumer, {1: 20, 2: 21})
     assert producer.stats.posts_refused == 3
 
 
@@ -221,7 +221,7 @@ def test_dead_producer_is_noticed_and_the_good_prefix_is_told() -> None:
     world.kill(producer)
     took = world.until(lambda: consumer.results, 15.0)
     [failed] = consumer.of(ReceiveFailed)
-    assert took <= world.limits.renew_seconds + 0.1
+    assert took <= world.limits.renew_seconds + world.limits.orphan_seconds + 0.1
     assert failed.reason.startswith("peer_lost")
     assert failed.fenced
     assert failed.valid_until == 2 * BLOCK_TOKENS
@@ -284,8 +284,8 @@ def test_restarted_producer_at_the_same_address_is_another_peer() -> None:
     assert_copied(again, consumer, {7: 21})
 
 
-def test_restarted_consumer_replaces_the_older_incarnation() -> None:
-    """A02, A21: P forgets what the consumer was before as soon as the new one says Hello."""
+def test_a_restarted_consumer_is_served_and_what_it_was_before_ends() -> None:
+    """A02, A21: P writes to the new one at once; a write to the old one finds that it is gone."""
     world = World()
     producer, consumer = pair(world)
     producer.do(Expect(T1, BLOCK_TOKENS))
@@ -548,8 +548,8 @@ def test_an_id_that_is_too_long_fails_that_request_alone() -> None:
     world.until(lambda: consumer.of(Received))
 
 
-def test_a_late_hello_of_an_older_incarnation_does_not_replace_the_newer() -> None:
-    """A02, A21: it is refused; the newer one's link stands, and nothing dies."""
+def test_a_hello_of_one_incarnation_shuts_out_no_other() -> None:
+    """A02, A21: which one lives is not told by who speaks first. Both are linked until one falls silent."""
     world = World()
     producer, consumer = pair(world)
     consumer.do(receive(T1, "r1", source_of(producer, 1), [20], BLOCK_TOKENS))
@@ -560,10 +560,12 @@ def test_a_late_hello_of_an_older_incarnation_does_not_replace_the_newer() -> No
     world.run(0.1)
     third = TransferId("transfer-0003")
     consumer.do(receive(third, "r3", source_of(producer, 1), [40], BLOCK_TOKENS))
-    world.until(lambda: any(failed.transfer == third for failed in consumer.of(ReceiveFailed)), 40.0)
-    producer.do(*prefill(second, [4], BLOCK_TOKENS))
-    world.until(lambda: again.of(Received))
+    world.run(0.1)
+    assert producer.stats.hellos_refused == 0
+    producer.do(*prefill(second, [4], BLOCK_TOKENS), *prefill(third, [5], BLOCK_TOKENS))
+    world.until(lambda: again.of(Received) and consumer.of(Received))
     assert_copied(producer, again, {4: 30})
+    assert_copied(producer, consumer, {5: 40})
 
 
 def test_a_refusal_is_no_fence_while_a_write_is_in_flight() -> None:

@@ -8,8 +8,9 @@ import pytest
 from kvferry.agent import links as links_module
 from kvferry.agent import loop as loop_module
 from kvferry.agent import peers as peers_module
-from kvferry.agent.loop import Close
-from kvferry.errors import TransportError
+from kvferry.agent.directory import Directory
+from kvferry.agent.loop import Close, Inquired
+from kvferry.errors import PeerError, PeerGoneError, TransportError
 from kvferry.ids import ConsumerId, EngineId, Incarnation, PeerName, TransferId, peer_name
 from kvferry.layout.spec import decode_spec, encode_spec
 from kvferry.protocol.codec import Encoder
@@ -22,11 +23,13 @@ from kvferry.protocol.commands import (
     Received,
     ReceiveFailed,
     Released,
+    Source,
     Withdraw,
 )
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.messages import PROTOCOL_VERSION, Announce, AnyMessage, Hello
-from kvferry.transport.faults import MessageFault, PostFault
+from kvferry.protocol.outputs import Link
+from kvferry.transport.faults import MessageFault
 from kvferry.transport.memory import Traffic
 from tests.support.ranks import BLOCK_TOKENS, TestRank, World, prefill, receive, source_of
 
@@ -79,6 +82,7 @@ def test_after_the_loss_of_a_connection_both_sides_meet_again() -> None:
     works(world, producer, consumer, 3, 22)
     works(world, producer, consumer, 4, 23)
     assert world.resolver.asked == [1, 1]
+    assert world.resolver.inquired == [1]
 
 
 def test_a_producer_that_lost_its_consumer_writes_again_when_it_speaks() -> None:
@@ -92,6 +96,167 @@ def test_a_producer_that_lost_its_consumer_writes_again_when_it_speaks() -> None
     world.until(lambda: any(result.transfer == transfer(2) for result in consumer.results), 20.0)
     works(world, producer, consumer, 3, 22)
     assert world.resolver.asked == [1], "the consumer never noticed that it should look again"
+
+
+def broken_under_a_write(world: World) -> tuple[TestRank, TestRank]:
+    """Two blocks: the first has landed and the second is being written when D's connection breaks."""
+    producer, consumer = pair(world)
+    works(world, producer, consumer, 1)
+    consumer.do(receive(transfer(2), "r", source_of(producer, 1), [21, 22], 2 * BLOCK_TOKENS))
+    advance = Advance(transfer(2), BLOCK_TOKENS, 0, (((5, 1),),))
+    producer.do(Expect(transfer(2), 2 * BLOCK_TOKENS), advance)
+    world.run(0.1)
+    world.fabric.hold(producer.peer, consumer.peer, Traffic.POSTS)
+    producer.do(Advance(transfer(2), 2 * BLOCK_TOKENS, 1, (((6, 1),),)), Finish(transfer(2)))
+    world.until(producer.loop.producer.in_flight)
+    assert world.fabric.break_connection(consumer.peer, producer.peer)
+    return producer, consumer
+
+
+def test_a_producer_that_lives_is_linked_again_and_its_fence_comes_after_its_write() -> None:
+    """Promise 2, A07: the connection is no proof; its engine's directory still names the rank. No block of
+    the request is given back while the producer writes into it."""
+    world = World()
+    producer, consumer = broken_under_a_write(world)
+    world.until(lambda: consumer.stats.peers_lost, 5.0)
+    world.run(0.5)
+    assert world.resolver.inquired == [1]
+    assert consumer.of(ReceiveFailed) == []
+    world.fabric.release(producer.peer, consumer.peer, Traffic.POSTS)
+    assert world.until(lambda: consumer.of(ReceiveFailed), 5.0) < 0.5
+    [failed] = consumer.of(ReceiveFailed)
+    assert failed.reason.startswith("peer_lost")
+    assert failed.fenced
+    assert consumer.block(22) == producer.block(6), "it had landed, in memory that was still the request's"
+    assert consumer.of(BlocksSafe) == []
+    works(world, producer, consumer, 3, 23)
+    world.assert_empty()
+
+
+def test_a_producer_that_is_proven_dead_is_not_waited_for() -> None:
+    """P47: nobody listens any more where its engine was. What had landed is kept."""
+    world = World()
+    producer, consumer = broken_under_a_write(world)
+    world.kill(producer)
+    bound = world.limits.renew_seconds + world.limits.orphan_seconds + 0.1
+    assert world.limits.orphan_seconds < world.until(lambda: consumer.of(ReceiveFailed), 5.0) <= bound
+    [failed] = consumer.of(ReceiveFailed)
+    assert failed.fenced
+    assert failed.valid_until == BLOCK_TOKENS
+    assert world.resolver.inquired == [1]
+    assert not consumer.loop.consumer.expecting
+
+
+def test_a_producer_whose_engine_has_started_anew_is_dead() -> None:
+    """P47, A24: another incarnation answers at the address; the next transfer goes to it."""
+    world = World()
+    producer, consumer = broken_under_a_write(world)
+    world.kill(producer)
+    [restarted] = world.engine("P", 1)
+    world.until(lambda: consumer.of(ReceiveFailed), 5.0)
+    [failed] = consumer.of(ReceiveFailed)
+    assert failed.fenced
+    assert failed.reason.startswith("peer_lost")
+    assert world.resolver.inquired == [1]
+    works(world, restarted, consumer, 3, 23)
+
+
+def test_a_producer_of_which_nothing_can_be_found_out_is_asked_for_again_and_waited_for() -> None:
+    """P04, P07: told at the silence limit, safe when no permission is left; asked once per renewal."""
+    world = World()
+    producer, consumer = broken_under_a_write(world)
+    world.resolver.mute = {1}
+    producer.dead = True  # It stands still, and its engine does not answer.
+    world.until(lambda: consumer.stats.peers_lost, 5.0)
+    waited = world.until(lambda: consumer.of(ReceiveFailed), 20.0)
+    [failed] = consumer.of(ReceiveFailed)
+    assert not failed.fenced
+    assert waited > world.limits.silence_seconds - world.limits.renew_seconds - 0.1
+    waited += world.until(lambda: consumer.of(BlocksSafe), 20.0)
+    assert waited > world.limits.write_seconds - 0.2
+    assert 2 <= len(world.resolver.inquired) <= 2 + waited / world.limits.renew_seconds
+    assert consumer.loop.quiet
+    assert not consumer.loop.consumer.expecting
+
+
+def test_a_connection_that_breaks_again_and_again_is_no_storm_of_questions() -> None:
+    """P05: each time that it is linked again, it breaks."""
+    world = World()
+    producer, consumer = broken_under_a_write(world)
+    asked_at = world.clock.now
+    breaks = 0
+    while world.clock.now < asked_at + 4.5 * world.limits.renew_seconds:
+        breaks += world.fabric.break_connection(consumer.peer, producer.peer)
+        world.step()
+    assert breaks >= 3
+    assert 3 <= len(world.resolver.inquired) <= 6
+    world.fabric.release(producer.peer, consumer.peer, Traffic.POSTS)
+    world.until(lambda: consumer.of(ReceiveFailed), 20.0)
+    assert consumer.of(ReceiveFailed)[0].fenced
+    works(world, producer, consumer, 3, 23)
+
+
+def test_a_new_link_that_breaks_under_its_hello_is_asked_about_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A07: the answer that it lives is true, and of no use without a link."""
+    world = World()
+    producer, consumer = broken_under_a_write(world)
+    opened, first = links_module.Links.open, [True]
+
+    def breaking(links: links_module.Links, source: Source, directory: Directory) -> tuple[Link, ...]:
+        found = opened(links, source, directory)
+        if first:
+            first.clear()
+            world.fabric.break_connection(consumer.peer, producer.peer)
+        return found
+
+    monkeypatch.setattr(links_module.Links, "open", breaking)
+    world.until(lambda: consumer.stats.peers_lost == 2, 5.0)
+    world.until(lambda: world.resolver.inquired == [1, 1], 2 * world.limits.renew_seconds)
+    world.fabric.release(producer.peer, consumer.peer, Traffic.POSTS)
+    world.until(lambda: consumer.of(ReceiveFailed), 5.0)
+    assert consumer.of(ReceiveFailed)[0].fenced
+
+
+@pytest.mark.parametrize(
+    "answer", ["gone", "other incarnation", "late", "other engine", "unreadable", "same"]
+)
+def test_what_each_answer_proves(answer: str) -> None:
+    """Promise 2: only that the process has ended is proof. Everything else leaves the blocks as they are."""
+    world = World()
+    producer, consumer = broken_under_a_write(world)
+    world.resolver.held = {1}
+    world.until(lambda: consumer.stats.peers_lost, 5.0)
+    directory = world.resolver.engines[1]
+    [entry] = directory.ranks
+    answers: dict[str, Directory | Exception] = {
+        "gone": PeerGoneError("nobody listens at 127.0.0.1:1"),
+        "other incarnation": msgspec.structs.replace(
+            directory, ranks=(msgspec.structs.replace(entry, peer="P.i9.0.0"),)
+        ),
+        "late": TransportError("no answer within 10 s", retryable=True),
+        "other engine": PeerError("the engine there is another"),
+        "unreadable": msgspec.structs.replace(
+            directory, ranks=(msgspec.structs.replace(entry, cache=b"\xff"),)
+        ),
+        "same": directory,
+    }
+    is_proof = answer in ("gone", "other incarnation")
+    sent = consumer.stats.messages_sent
+    consumer.do(Inquired(producer.peer, source_of(producer, 1), answers[answer]))
+    world.run(0.1)
+    assert consumer.of(ReceiveFailed) == [], "a rank may outlive its engine for a moment"
+    assert consumer.stats.messages_sent - sent == (2 if answer == "same" else 0), "Hello and Cancel"
+    world.run(world.limits.orphan_seconds)
+    assert bool(consumer.of(ReceiveFailed)) is is_proof
+    if is_proof:
+        assert consumer.of(ReceiveFailed)[0].fenced
+        return
+    world.resolver.held = set()
+    world.fabric.release(producer.peer, consumer.peer, Traffic.POSTS)
+    world.until(lambda: consumer.of(ReceiveFailed), 5.0)
+    assert consumer.of(ReceiveFailed)[0].fenced, "it lives, and says so when it is asked once more"
 
 
 @pytest.mark.parametrize("seconds", [1.0, 5.0])
@@ -232,7 +397,7 @@ def test_a_consumer_that_cannot_be_loaded_is_told(monkeypatch) -> None:
     connect = producer.transport.connect
     monkeypatch.setattr(producer.transport, "connect", refusing)
     ask(producer, consumer, 1)
-    world.until(lambda: consumer.of(ReceiveFailed))
+    assert world.until(lambda: consumer.of(ReceiveFailed)) < 0.1
     [failed] = consumer.of(ReceiveFailed)
     assert "no route back" in failed.reason
     assert failed.fenced
@@ -338,28 +503,129 @@ def test_messages_without_a_hello_are_bounded_per_peer_and_over_all(monkeypatch)
     assert [len(kept) for kept in parked.values()] == [3, 3]
 
 
-# --- replaced peers --------------------------------------------------------------------------------
+# --- incarnations of one rank ----------------------------------------------------------------------
 
 
-def test_a_replaced_peer_is_forgotten_when_nothing_moves_to_it_any_more() -> None:
-    """A05, A21: the old incarnation's state goes, and not while a write to it is in flight."""
-    world = World()
-    producer, consumer = pair(world)
+def speaks_on(world: World, producer: TestRank, consumer: TestRank, first: int) -> None:
+    """A consumer asks for something once per second, for a little longer than the silence limit."""
+    for second in range(int(world.limits.silence_seconds) + 2):
+        works(world, producer, consumer, first + second, 40)
+        world.run(1.0)
+
+
+def write_in_flight(world: World, producer: TestRank, consumer: TestRank) -> None:
+    """A write to a consumer is in flight until its posts are released or its connection is gone."""
     consumer.do(receive(transfer(1), "r", source_of(producer, 1), [20], BLOCK_TOKENS))
     world.run(0.05)
-    world.fabric.inject(producer.peer, consumer.peer, PostFault.STALL)
+    world.fabric.hold(producer.peer, consumer.peer, Traffic.POSTS)
     producer.do(*prefill(transfer(1), [3], BLOCK_TOKENS))
     world.until(producer.loop.producer.in_flight)
+
+
+def test_who_falls_silent_while_another_incarnation_speaks_is_forgotten() -> None:
+    """A05, A21: its state goes when nothing moves to it any more, not while a write to it is in flight."""
+    world = World(Limits(slice_seconds=60.0))
+    producer, consumer = pair(world)
+    write_in_flight(world, producer, consumer)
     consumer.dead = True
     [again] = world.engine("D", 2)
+    peers = producer.loop._peers
     works(world, producer, again, 2, 21)
-    links = producer.loop._peers.links
-    assert consumer.peer in links._writable
+    world.run(world.limits.silence_seconds - 2.0)
+    works(world, producer, again, 3, 21)
+    assert peers.is_linked(consumer.peer), "it may be the living one"
+    world.run(2.0)
+    works(world, producer, again, 4, 21)
+    assert not peers.is_linked(consumer.peer)
+    assert consumer.peer in peers.links._writable
     assert consumer.peer in world.fabric.exchange.nodes[producer.peer].connections
+    assert not any(released.transfer == transfer(1) for released in producer.of(Released))
     world.fabric.kill(consumer.peer)
-    world.until(lambda: consumer.peer not in links._writable)
+    world.until(lambda: consumer.peer not in peers.links._writable)
     assert consumer.peer not in world.fabric.exchange.nodes[producer.peer].connections
-    works(world, producer, again, 3, 22)
+    [ended] = [released for released in producer.of(Released) if released.transfer == transfer(1)]
+    assert ended.outcome == "peer_lost: silent while another incarnation of it speaks"
+    works(world, producer, again, 5, 22)
+    assert peers._rivals == {}
+
+
+def test_nobody_is_forgotten_while_no_incarnation_speaks() -> None:
+    """A21: idle is not silent. Whoever speaks first after an hour is heard."""
+    world = World()
+    producer, consumer = pair(world)
+    works(world, producer, consumer, 1)
+    [again] = world.engine("D", 2)
+    works(world, producer, again, 2)
+    world.run(3 * world.limits.silence_seconds)
+    peers = producer.loop._peers
+    assert peers.is_linked(consumer.peer)
+    assert peers.is_linked(again.peer)
+    works(world, producer, consumer, 3)
+    assert not peers.is_linked(again.peer), "the other one has said nothing for so long"
+
+
+@pytest.mark.parametrize("writing", [False, True])
+def test_a_forgotten_incarnation_that_says_hello_again_is_welcome(writing: bool) -> None:
+    """A21: it was paused, or its messages were lost. Nothing of it is held against it, and a write to it that
+    ends late does not cut it off again."""
+    world = World(Limits(slice_seconds=60.0))
+    producer, consumer = pair(world)
+    if writing:
+        write_in_flight(world, producer, consumer)
+    else:
+        works(world, producer, consumer, 1)
+    consumer.dead = True
+    [again] = world.engine("D", 2)
+    speaks_on(world, producer, again, 10)
+    peers = producer.loop._peers
+    assert not peers.is_linked(consumer.peer)
+    assert peers._rivals == {}
+    say(world, consumer, producer, hello_of(consumer))
+    world.run(0.01)
+    assert peers.is_linked(consumer.peer)
+    assert producer.stats.hellos_refused == 0
+    if writing:
+        assert producer.loop.producer.in_flight() == 1
+        world.fabric.release(producer.peer, consumer.peer, Traffic.POSTS)
+        world.until(lambda: not producer.loop.producer.in_flight())
+        world.run(0.01)
+    assert peers.is_linked(consumer.peer)
+    consumer.dead = False
+    world.run(0.01)
+    consumer.do(receive(transfer(50), "r", source_of(producer, 1), [25], BLOCK_TOKENS))
+    producer.do(*prefill(transfer(50), [3], BLOCK_TOKENS))
+    world.until(lambda: any(result.transfer == transfer(50) for result in consumer.of(Received)))
+    assert consumer.block(25) == producer.block(3)
+    works(world, producer, again, 60)
+
+
+def test_incarnations_that_both_speak_are_both_kept() -> None:
+    """A21: two engines under one id are an operator's mistake, and still no reason to fail requests."""
+    world = World()
+    producer, consumer = pair(world)
+    [again] = world.engine("D", 2)
+    for second in range(2 * int(world.limits.silence_seconds)):
+        works(world, producer, (consumer, again)[second % 2], second)
+        world.run(1.0)
+    peers = producer.loop._peers
+    assert peers.is_linked(consumer.peer)
+    assert peers.is_linked(again.peer)
+
+
+def test_incarnations_that_are_gone_leave_nothing_behind() -> None:
+    """Consumers are killed and started anew for months: who watches them forgets the dead ones."""
+    world = World()
+    producer, consumer = pair(world)
+    works(world, producer, consumer, 1)
+    for number in range(2, 6):
+        [again] = world.engine("D", 2)
+        works(world, producer, again, 10 * number)
+        assert set(producer.loop._peers._rivals) == {consumer.peer, again.peer}
+        world.kill(consumer)
+        producer.loop._peers.lose([(consumer.peer, "gone")])
+        consumer = again
+        works(world, producer, consumer, 10 * number + 1)
+        assert producer.loop._peers._rivals == {}
 
 
 def test_remembered_peers_are_bounded(monkeypatch) -> None:
@@ -375,20 +641,25 @@ def test_remembered_peers_are_bounded(monkeypatch) -> None:
     assert len(producer.loop._peers.links._writable) <= 4
 
 
-def test_an_older_incarnation_is_the_same_rank_of_the_same_engine_and_nobody_else() -> None:
-    """A02: ranks of one engine, and other engines, do not replace one another."""
+def test_incarnations_are_those_of_the_same_rank_of_the_same_engine_and_nobody_else() -> None:
+    """A02: ranks of one engine, and other engines, are no rivals however long one of them is silent."""
     world = World()
     [producer] = world.engine("P", 1)
     consumers = [world.engine("D", 2)[0], world.engine("E", 3)[0]]
     for number, consumer in enumerate(consumers):
         works(world, producer, consumer, number)
     links = producer.loop._peers.links
-    assert all(links.older_incarnations(consumer.peer) == [] for consumer in consumers)
+    assert all(links.other_incarnations(consumer.peer) == [] for consumer in consumers)
+    assert links.other_incarnations(PeerName("stranger")) == []
     [again] = world.engine("D", 2)
     works(world, producer, again, 7)
     assert again.peer == peer_name(EngineId("D"), Incarnation("i4"), again.identity.rank)
+    assert links.other_incarnations(again.peer) == [consumers[0].peer]
+    assert links.other_incarnations(consumers[0].peer) == [again.peer]
+    speaks_on(world, producer, again, 10)
     assert producer.loop._peers.is_linked(consumers[1].peer)
     assert not producer.loop._peers.is_linked(consumers[0].peer)
+    assert links.other_incarnations(again.peer) == []
 
 
 @pytest.mark.parametrize("limit", ["slice_bytes", "slice_runs"])

@@ -45,7 +45,7 @@ EXAMPLES: list[AnyMessage] = [
     ),
     HelloRefused(reason="block size differs"),
     Complaint(reason="unreadable"),
-    Announce(transfer=T, consumer=C),
+    Announce(transfer=T, consumer=C, attempt=2),
     Register(
         transfer=T,
         consumer=C,
@@ -53,16 +53,18 @@ EXAMPLES: list[AnyMessage] = [
         stop=48,
         groups=(((3, 2),), ((7, 1), (9, 1))),
         write_seconds=10.0,
+        mark=86400.125,
         sharers=2,
+        attempt=1 << 40,
     ),
-    Renew(transfers=((T, C), (T, ConsumerId("1_cmpl-1"))), write_seconds=2.5),
+    Renew(transfers=((T, C, 1), (T, ConsumerId("1_cmpl-1"), 1 << 40)), write_seconds=2.5, mark=-0.5),
     Cancel(transfer=T, consumer=C, reason="cancelled", sharers=4),
     Fetched(transfer=T, consumer=C),
     Landed(transfer=T, consumer=C, start=0, stop=16),
     Written(transfer=T, consumer=C, start=0, stop=48),
     Failed(transfer=T, consumer=C, reason="abandoned: \u00fc", valid_until=32),
     Cancelled(transfer=T, consumer=C),
-    Status(transfers=(TransferStatus(T, C, "computing", 4096),)),
+    Status(transfers=(TransferStatus(T, C, "computing", 4096, 3),), mark=1e9 / 7),
 ]
 
 

@@ -7,7 +7,7 @@ import pytest
 from kvferry.ids import PeerName
 from kvferry.protocol.commands import BlocksSafe, Received, ReceiveFailed
 from kvferry.protocol.limits import Limits
-from kvferry.protocol.messages import Renew, Status, Written
+from kvferry.protocol.messages import Register, Renew, Status, Written
 from tests.support.pair import Decode, Pair
 
 P0, D0 = PeerName("p0"), PeerName("d0")
@@ -89,9 +89,9 @@ def test_fifty_aborts_end_by_answer_none_by_time() -> None:
 def test_a_doubled_and_late_written_is_counted_and_nothing_else() -> None:
     """P19, P64: notifications that arrive twice, and after the end."""
     pair = Pair()
-    pair.held = {(P0, D0)}
     pair.expect("t", 4)
     decode = pair.receive("t", 4)
+    pair.held = {(P0, D0)}
     pair.compute("t", 4)
     pair.complete()
     pair.double((P0, D0))
@@ -117,13 +117,16 @@ def test_an_idle_pair_says_nothing() -> None:
 
 
 def test_renewals_are_one_message_per_peer_and_interval() -> None:
+    """The first registration of a link permits nothing yet and is answered; the others repeat its mark."""
     pair = Pair(blocks=400)
     for number in range(100):
         pair.receive(f"t{number}", 4)
         pair.expect(f"t{number}", 4)
+    assert len(pair.messages("p0", Status)) == 1
+    assert len(pair.messages("d0", Register)) == 101
     pair.advance(10.0)
     assert len(pair.messages("d0", Renew)) == 5
-    assert len(pair.messages("p0", Status)) == 5
+    assert len(pair.messages("p0", Status)) == 1 + 5
 
 
 def test_the_model_sees_what_it_is_there_to_see() -> None:

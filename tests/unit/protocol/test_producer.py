@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvferry.errors import PeerError
@@ -17,6 +18,7 @@ from kvferry.protocol.commands import (
     Expect,
     Finish,
     Preempt,
+    Reclaim,
     Released,
     Result,
 )
@@ -57,6 +59,12 @@ class Rank:
         self.core.check_invariants()
 
     def hear(self, message: AnyMessage, peer: PeerName = D0) -> list[Output]:
+        """A grant of permission that names no mark repeats one which the rank has just made."""
+        if isinstance(message, Register | Renew) and message.mark is None:
+            message = msgspec.structs.replace(message, mark=self.now)
+        return self.hear_as_it_is(message, peer)
+
+    def hear_as_it_is(self, message: AnyMessage, peer: PeerName = D0) -> list[Output]:
         self.core.handle_message(peer, message, self.now)
         self.core.check_invariants()
         return self.outputs()
@@ -107,17 +115,33 @@ def register(
     )
 
 
+def renew(attempt: int = 1, **more: Any) -> Renew:
+    return Renew(transfers=((T, C, attempt),), write_seconds=10.0, **more)
+
+
 def computed(tokens: int, transfer: TransferId = T, first: int = 100, consumers: int = 1) -> tuple[Any, ...]:
     advance = Advance(transfer, tokens, 0, (((first, -(-tokens // 4)),),))
     return Expect(transfer, tokens, consumers), advance
 
 
-def failed(reason: str, valid_until: int = 0, transfer: TransferId = T, consumer: ConsumerId = C) -> Failed:
-    return Failed(transfer=transfer, consumer=consumer, reason=reason, valid_until=valid_until)
+def failed(
+    reason: str,
+    valid_until: int = 0,
+    transfer: TransferId = T,
+    consumer: ConsumerId = C,
+    attempt: int = 1,
+) -> Failed:
+    return Failed(
+        transfer=transfer, consumer=consumer, attempt=attempt, reason=reason, valid_until=valid_until
+    )
 
 
-def cancel(transfer: TransferId = T, consumer: ConsumerId = C, sharers: int = 1) -> Cancel:
-    return Cancel(transfer=transfer, consumer=consumer, reason="left", sharers=sharers)
+def cancel(transfer: TransferId = T, consumer: ConsumerId = C, sharers: int = 1, attempt: int = 1) -> Cancel:
+    return Cancel(transfer=transfer, consumer=consumer, attempt=attempt, reason="left", sharers=sharers)
+
+
+def fence(attempt: int) -> Cancelled:
+    return Cancelled(transfer=T, consumer=C, attempt=attempt)
 
 
 FENCE = Cancelled(transfer=T, consumer=C)
@@ -264,7 +288,7 @@ def test_a_turn_of_a_transfer_that_has_ended_meanwhile_is_skipped() -> None:
     rank.command(*computed(4), *computed(4, U, 300), Finish(T))
     rank.hear(register(4))
     (piece,) = rank.posts()
-    rank.hear(Renew(transfers=((T, C),), write_seconds=10.0))
+    rank.hear(Renew(transfers=((T, C, 1),), write_seconds=10.0))
     rank.hear(register(4, transfer=U))
     rank.done(piece.slice)
     assert rank.results() == [Released(T, "written")]
@@ -431,19 +455,117 @@ def test_nothing_is_posted_once_the_permission_has_run_out() -> None:
     rank.now = 3.0
     rank.done(2)
     assert rank.posts() == []
-    assert rank.hear(Renew(transfers=((T, C),), write_seconds=3.0)) == [
-        Send(D0, Status(transfers=(TransferStatus(T, C, "computing", 64),)))
+    assert rank.hear(Renew(transfers=((T, C, 1),), write_seconds=3.0)) == [
+        Send(D0, Status(transfers=(TransferStatus(T, C, "computing", 64),), mark=3.0))
     ]
     assert len(rank.posts()) == 1
 
 
-@pytest.mark.parametrize("seconds", [-1.0, math.nan])
+@pytest.mark.parametrize("seconds", [-1.0, 0.0, math.nan])
 def test_a_permission_that_is_none_permits_nothing(seconds: float) -> None:
     rank = Rank()
-    rank.hear(register(8))
-    rank.hear(Renew(transfers=((T, C),), write_seconds=seconds))
+    rank.hear_as_it_is(register(8))
+    rank.hear(Renew(transfers=((T, C, 1),), write_seconds=seconds))
     rank.command(*computed(8))
     assert rank.posts() == []
+
+
+def test_a_registration_without_a_mark_permits_nothing_and_is_given_one() -> None:
+    """Promise 2: nobody's clock but ours may say how long a permission lasts."""
+    rank = Rank()
+    rank.now = 50.0
+    rank.command(*computed(8))
+    answer = Status(transfers=(TransferStatus(T, C, "computing", 8, 3),), mark=50.0)
+    assert rank.hear_as_it_is(register(8, attempt=3)) == [Send(D0, answer)]
+    assert rank.posts() == []
+    rank.now = 51.0
+    rank.hear(Renew(transfers=((T, C, 3),), write_seconds=10.0, mark=50.0))
+    assert len(rank.posts()) == 1
+
+
+@pytest.mark.parametrize("kind", ["registration", "renewal"])
+def test_a_permission_counts_from_its_mark_however_late_it_is_read(kind: str) -> None:
+    """Promise 2, P08: a frozen producer reads a grant nine seconds late: one second of it is left."""
+    rank = Rank(in_flight_per_peer=1)
+    rank.command(*computed(64))
+    if kind == "renewal":
+        rank.hear_as_it_is(register(64))
+    rank.now = 9.0
+    late = register(64, mark=0.0) if kind == "registration" else renew(mark=0.0)
+    rank.hear(late)
+    (piece,) = rank.posts()
+    rank.now = 9.99
+    rank.done(piece.slice)
+    (piece,) = rank.posts()
+    rank.now = 10.0
+    rank.done(piece.slice)
+    assert rank.posts() == []
+
+
+@pytest.mark.parametrize("kind", ["registration", "renewal"])
+@pytest.mark.parametrize("mark", [0.0, -1e300, -math.inf, 100.1, 1e300, math.inf, math.nan])
+def test_a_grant_that_is_over_or_was_never_ours_permits_nothing(kind: str, mark: float) -> None:
+    """Promise 2, S01: too old, of the future, or no number at all; now and whenever the clock gets there."""
+    rank = Rank(lease_seconds=1e9)
+    rank.command(*computed(8))
+    rank.now = 100.0
+    if kind == "renewal":
+        rank.hear_as_it_is(register(8))
+    message = register(8, mark=mark) if kind == "registration" else renew(mark=mark)
+    assert rank.hear(message) == [
+        Send(D0, Status(transfers=(TransferStatus(T, C, "computing", 8),), mark=100.0))
+    ]
+    for now in (100.0, 100.2, 105.0):
+        rank.now = now
+        assert rank.posts() == []
+    rank.hear(renew())
+    assert len(rank.posts()) == 1, "and the next true grant does"
+
+
+@pytest.mark.parametrize("kind", ["registration", "renewal"])
+def test_an_earlier_grant_that_is_read_later_takes_nothing_back(kind: str) -> None:
+    """P34: messages overtake each other; a permission only ever grows."""
+    rank = Rank()
+    rank.now = 8.0
+    rank.hear(register(8))
+    older = register(8, mark=1.0) if kind == "registration" else renew(mark=1.0)
+    rank.hear(older)
+    rank.now = 17.9
+    rank.command(*computed(8))
+    assert len(rank.posts()) == 1
+
+
+def test_a_renewal_of_what_was_only_announced_permits_nothing_later() -> None:
+    """The renewal overtakes its registration, which brings no mark: both are asked for again."""
+    rank = Rank()
+    rank.command(*computed(8))
+    rank.hear(Announce(transfer=T, consumer=C))
+    unknown = Status(transfers=(TransferStatus(T, C, "unknown", 0),), mark=0.0)
+    assert rank.hear(renew()) == [Send(D0, unknown)]
+    assert len(rank.hear_as_it_is(register(8))) == 1
+    assert rank.posts() == []
+
+
+def test_a_renewal_that_its_registration_has_overtaken_permits_it() -> None:
+    """The consumer has counted on this: it renews what it has only announced, and remembers that it did."""
+    rank = Rank()
+    rank.command(*computed(8))
+    rank.now = 7.0
+    rank.hear_as_it_is(register(8))
+    rank.hear(renew(mark=2.0))
+    assert len(rank.posts()) == 1
+
+
+def test_what_has_stopped_is_not_asked_to_be_permitted() -> None:
+    """A mark would be of no use to it: its slice ends, and then its consumer is told."""
+    rank = Rank()
+    rank.command(*computed(8))
+    rank.hear(register(8))
+    (piece,) = rank.posts()
+    rank.now = 11.0
+    assert rank.hear(cancel()) == []
+    assert rank.hear_as_it_is(register(8)) == []
+    assert rank.done(piece.slice) == [Send(D0, FENCE)]
 
 
 def test_renewals_answer_how_each_transfer_stands() -> None:
@@ -455,7 +577,7 @@ def test_renewals_answer_how_each_transfer_stands() -> None:
     rank.command(Expect(announced, 8), Expect(lost, 8))
 
     def states() -> list[tuple[str, str, int]]:
-        names = tuple((name, C) for name in (T, announced, lost, U))
+        names = tuple((name, C, 1) for name in (T, announced, lost, U))
         (answer,) = rank.hear(Renew(transfers=names, write_seconds=9.0))
         assert isinstance(answer, Send)
         assert isinstance(answer.message, Status)
@@ -478,7 +600,7 @@ def test_renewals_answer_how_each_transfer_stands() -> None:
 def test_an_announcement_is_answered_by_how_the_transfer_stands() -> None:
     rank = Rank()
     rank.command(*computed(8))
-    answer = Status(transfers=(TransferStatus(T, C, "computing", 8),))
+    answer = Status(transfers=(TransferStatus(T, C, "computing", 8),), mark=0.0)
     assert rank.hear(Announce(transfer=T, consumer=C)) == [Send(D0, answer)]
 
 
@@ -493,7 +615,7 @@ def test_renewals_keep_the_lease_and_silence_ends_it() -> None:
     rank.command(Finish(T))
     for tick in range(5, 121, 5):
         assert rank.at(float(tick)) == []
-        rank.hear(Renew(transfers=((T, C),), write_seconds=10.0))
+        rank.hear(Renew(transfers=((T, C, 1),), write_seconds=10.0))
     assert rank.at(149.9) == []
     assert rank.results() == []
     assert rank.at(150.0) == [Send(D0, failed("lease_expired"))]
@@ -504,7 +626,7 @@ def test_a_renewal_keeps_the_lease_though_the_announcement_was_lost() -> None:
     rank = Rank()
     rank.command(*computed(8), Finish(T))
     rank.at(29.0)
-    rank.hear(Renew(transfers=((T, C),), write_seconds=10.0))
+    rank.hear(Renew(transfers=((T, C, 1),), write_seconds=10.0))
     rank.at(31.0)
     assert rank.results() == []
     rank.at(59.0)
@@ -540,7 +662,7 @@ def test_leases_end_each_at_its_own_time() -> None:
     while rank.now < 60.0:
         rank.at(rank.now + 0.5)
         if rank.now % 1 == 0:
-            rank.hear(Renew(transfers=((names[0], C),), write_seconds=10.0))
+            rank.hear(Renew(transfers=((names[0], C, 1),), write_seconds=10.0))
         released |= {result.transfer: rank.now for result in rank.results() if isinstance(result, Released)}
     assert released == {name: 30.0 + number for number, name in enumerate(names) if number}
 
@@ -592,7 +714,9 @@ def test_a_registration_after_the_lease_writes_nothing_and_the_id_can_be_used_ag
     rank.at(30.0)
     assert rank.hear(register(8)) == [Send(D0, failed("lease_expired"))]
     assert rank.posts() == []
-    assert rank.hear(Renew(transfers=((T, C),), write_seconds=10.0))[0] == Send(D0, failed("lease_expired"))
+    assert rank.hear(Renew(transfers=((T, C, 1),), write_seconds=10.0))[0] == Send(
+        D0, failed("lease_expired")
+    )
     rank.at(630.0)
     assert rank.core.state.tombstones == {}
     rank.command(*computed(8))
@@ -743,6 +867,22 @@ def test_metrics_of_a_delivery() -> None:
     assert rank.core.poll_result() is None
 
 
+def test_a_lease_is_taken_back_unless_somebody_has_a_destination_for_it() -> None:
+    """The engine needs the blocks more than a consumer that waits for memory, or than nobody."""
+    rank = Rank()
+    rank.command(*computed(8), Reclaim(T, "starved: x"))
+    assert rank.results() == [], "it is being computed"
+    rank.command(Finish(T))
+    rank.hear(Announce(transfer=T, consumer=C))
+    rank.hear(register(8, consumer=ConsumerId("c1")), D1)
+    rank.command(Reclaim(T, "starved: x"))
+    assert rank.outputs() == []
+    rank.done(*(piece.slice for piece in rank.posts()))
+    rank.command(Reclaim(T, "starved: x"), Reclaim(U, "starved: x"))
+    assert rank.outputs() == [Send(D0, failed("starved: x"))]
+    assert rank.results() == [Released(T, "starved: x")]
+
+
 # --- fences --------------------------------------------------------------------------------------
 
 
@@ -763,6 +903,26 @@ def test_each_rank_that_cancels_gets_its_own_fence_after_the_drain() -> None:
     assert rank.refused(second.slice) == [Send(D1, FENCE)]
     assert rank.results() == [Released(T, "cancelled")]
     assert rank.hear(cancel(sharers=2), D1) == [Send(D1, FENCE)]
+
+
+@pytest.mark.parametrize("end", ["closed", "lease", "abandoned", "peer lost"])
+def test_what_was_stopped_under_its_last_slice_is_written_when_that_has_landed(end: str) -> None:
+    """P14: its notification has said so, and both sides call it what it is."""
+    rank = Rank(slice_seconds=100.0)
+    rank.command(*computed(8), *(() if end == "abandoned" else (Finish(T),)))
+    rank.hear(register(8))
+    (piece,) = rank.posts()
+    if end == "closed":
+        rank.core.handle_close(rank.now)
+    elif end == "lease":
+        assert rank.at(30.0) == []
+    elif end == "peer lost":
+        rank.core.handle_peer_lost(D0, "reset", rank.now)
+    else:
+        rank.command(Abandon(T, "abandoned: x"))
+    assert rank.done(piece.slice) == []
+    assert rank.core.state.counts["written"] == 1
+    assert rank.results() == [Released(T, "abandoned: x" if end == "abandoned" else "written")]
 
 
 def test_a_cancel_during_a_failing_drain_gets_the_fence_it_asks_for() -> None:
@@ -827,10 +987,10 @@ def test_the_same_name_with_other_blocks_is_refused(ended: bool) -> None:
 def test_a_second_registration_in_flight_stops_the_first_and_waits_for_it() -> None:
     """P64: `Failed` is a fence, so it does not overtake the write."""
     rank = Rank()
-    rank.command(*computed(8))
-    rank.hear(register(8))
+    rank.command(*computed(12))
+    rank.hear(register(12))
     (piece,) = rank.posts()
-    assert rank.hear(register(8, first=50)) == []
+    assert rank.hear(register(12, first=50)) == []
     assert rank.posts() == []
     reason = "malformed: registered before, with other blocks"
     assert rank.done(piece.slice) == [Send(D0, failed(reason, 8))]
@@ -872,7 +1032,7 @@ def test_a_peer_that_comes_back_while_its_old_slices_end() -> None:
     first, second = rank.posts()
     rank.core.handle_peer_lost(D0, "reset", rank.now)
     rank.core.handle_link(D0, FACTS)
-    rank.hear(register(32, transfer=U))
+    rank.hear(register(32, first=50, transfer=U))
     assert rank.posts() == []
     rank.refused(first.slice, retryable=False)
     assert len(rank.posts()) == 1
@@ -887,6 +1047,107 @@ def test_linking_twice_changes_nothing() -> None:
     rank.posts()
     rank.core.handle_link(D0, FACTS)
     rank.core.check_invariants()
+
+
+# --- the same ids again --------------------------------------------------------------------------
+
+
+def test_what_ends_an_earlier_attempt_does_not_touch_a_later_one() -> None:
+    """P39: an aborted request comes again under the same ids, before its fence; the abort is repeated."""
+    rank = Rank()
+    rank.command(*computed(8), Finish(T))
+    rank.hear(register(8))
+    (first,) = rank.posts()
+    assert rank.hear(cancel()) == []
+    assert rank.hear(register(8, first=50, attempt=2)) == []
+    (second,) = rank.posts()
+    assert (first.notify.attempt, second.notify.attempt) == (1, 2)
+    assert list(second.target_blocks[0]) == [50, 51]
+    assert rank.done(first.slice) == [Send(D0, fence(1))]
+    assert rank.hear(cancel()) == [Send(D0, fence(1))]
+    assert rank.results() == []
+    assert rank.done(second.slice) == []
+    assert rank.results() == [Released(T, "written")]
+
+
+def test_late_messages_of_an_earlier_attempt_get_its_own_answer() -> None:
+    """P39, P64: a registration after its abort writes nothing, and a renewal of it permits nothing."""
+    rank = Rank()
+    rank.command(*computed(8))
+    rank.hear(cancel())
+    rank.hear_as_it_is(register(8, first=50, attempt=2))
+    assert rank.hear(register(8)) == [Send(D0, fence(1))]
+    answers = rank.hear(renew())
+    assert answers[0] == Send(D0, fence(1))
+    assert rank.posts() == []
+    rank.hear(renew(attempt=2))
+    assert [list(piece.target_blocks[0]) for piece in rank.posts()] == [[50, 51]]
+
+
+def test_other_blocks_are_a_conflict_within_one_attempt_only() -> None:
+    """P39, P40."""
+    rank = Rank()
+    rank.command(*computed(8))
+    rank.hear(register(8))
+    reason = "malformed: registered before, with other blocks"
+    assert rank.hear(register(8, first=50, attempt=2)) == []
+    assert rank.hear(register(8, first=60, attempt=2)) == [Send(D0, failed(reason, attempt=2))]
+    assert [piece.notify.attempt for piece in rank.posts()] == [1]
+
+
+def test_each_attempt_has_its_answer_after_the_end_and_in_another_life() -> None:
+    """P39, P64: what was said stays true; what was not asked yet is answered anew."""
+    rank = Rank()
+    rank.command(*computed(4), Finish(T))
+    rank.hear(register(4))
+    rank.done(*(piece.slice for piece in rank.posts()))
+    assert rank.results() == [Released(T, "written")]
+    answer = Written(transfer=T, consumer=C, start=0, stop=4)
+    assert rank.hear(register(4)) == [Send(D0, answer)]
+    assert rank.hear(register(4, first=50, attempt=2)) == [Send(D0, failed("written", attempt=2))]
+    assert rank.hear(cancel(attempt=3)) == [Send(D0, fence(3))]
+    rank.command(*computed(4))
+    assert rank.hear(register(4)) == [Send(D0, answer)]
+    assert rank.hear(register(4, attempt=2)) == [Send(D0, failed("written", attempt=2))]
+    assert rank.hear(register(4, attempt=3)) == [Send(D0, fence(3))]
+    assert rank.posts() == []
+    rank.hear(register(4, first=70, attempt=4))
+    assert [list(piece.target_blocks[0]) for piece in rank.posts()] == [[70]]
+
+
+def test_a_source_waits_for_the_newest_attempt_of_a_consumer() -> None:
+    """P42: one consumer was announced; the end of its first attempt is not its end."""
+    rank = Rank()
+    rank.command(*computed(8))
+    rank.hear(register(8))
+    rank.hear(cancel())
+    rank.hear(Announce(transfer=T, consumer=C, attempt=2))
+    rank.command(Finish(T))
+    assert rank.results() == []
+    rank.hear(register(8, attempt=2))
+    rank.done(*(piece.slice for piece in rank.posts()))
+    assert rank.results() == [Released(T, "written")]
+
+
+def test_attempts_are_bounded_as_registrations_are() -> None:
+    rank = Rank(consumers_max=2)
+    rank.command(*computed(8))
+    rank.hear(cancel())
+    rank.hear(cancel(attempt=2))
+    assert rank.hear(register(8, attempt=3)) == [Send(D0, failed("table_full", attempt=3))]
+
+
+def test_a_renewal_of_what_has_ended_unheard_is_told_how_it_ended_and_stays_told() -> None:
+    """P64: also of an attempt that only the renewal speaks of. What cannot be remembered is not said."""
+    rank = Rank(consumers_max=1)
+    rank.command(*computed(8), Finish(T))
+    rank.at(30.0)
+    assert rank.hear(renew(attempt=5))[0] == Send(D0, failed("lease_expired", attempt=5))
+    unheard = TransferStatus(T, C, "unknown", 0, 6)
+    assert rank.hear(renew(attempt=6)) == [Send(D0, Status(transfers=(unheard,), mark=30.0))]
+    rank.command(*computed(8))
+    assert rank.hear(register(8, attempt=5)) == [Send(D0, failed("lease_expired", attempt=5))]
+    assert rank.posts() == []
 
 
 # --- preemption ----------------------------------------------------------------------------------
@@ -960,8 +1221,8 @@ def test_a_request_that_was_preempted_in_its_last_step_hands_nothing_over() -> N
 def test_a_leased_transfer_whose_blocks_are_taken_back_fails() -> None:
     """P28: nobody computes it again."""
     rank = Rank()
-    rank.command(*computed(8), Finish(T))
-    rank.hear(register(8))
+    rank.command(*computed(12), Finish(T))
+    rank.hear(register(12))
     (piece,) = rank.posts()
     rank.command(Preempt((T,), 3))
     assert rank.results() == []
@@ -1020,7 +1281,280 @@ def test_registrations_per_transfer_are_bounded() -> None:
     rank.hear(register(8))
     late = ConsumerId("c1")
     assert rank.hear(register(8, consumer=late)) == [Send(D0, failed("table_full", consumer=late))]
-    assert rank.hear(cancel(consumer=late)) == [Send(D0, failed("table_full", consumer=late))]
+    fenced = Send(D0, Cancelled(transfer=T, consumer=late))
+    assert rank.hear(cancel(consumer=late)) == [fenced], "who asks for the fence gets it"
+    assert [piece.consumer for piece in rank.posts()] == [C]
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+def announce(consumer: ConsumerId = C, transfer: TransferId = T, attempt: int = 1) -> Announce:
+    return Announce(transfer=transfer, consumer=consumer, attempt=attempt)
+
+
+def full() -> Rank:
+    """A core whose only place is taken, until `Abandon(U)`."""
+    rank = Rank(transfers_max=1)
+    rank.command(*computed(8, U, 300))
+    return rank
+
+
+LEAVE = Abandon(U, "abandoned: x")
+REFUSED = Send(D0, failed("table_full"))
+OTHER = ConsumerId("c1")
+
+
+@pytest.mark.parametrize("kind", ["announcement", "registration", "malformed", "cancel", "fetched"])
+def test_what_was_refused_stays_refused_when_there_is_room(kind: str) -> None:
+    """Promises 1 and 2: `Failed` is a fence: the consumer's blocks may be another's from then on."""
+    malformed = "malformed: tokens [8, 4) are not a range"
+    messages: dict[str, tuple[AnyMessage, Send]] = {
+        "announcement": (announce(), REFUSED),
+        "registration": (register(8, start=4), Send(D0, failed("table_full", 4))),
+        "malformed": (register(4, start=8, groups=()), Send(D0, failed(malformed, 8))),
+        "cancel": (cancel(), Send(D0, FENCE)),
+        "fetched": (Fetched(transfer=T, consumer=C), REFUSED),
+    }
+    message, answer = messages[kind]
+    if kind == "fetched":
+        rank = Rank(consumers_max=1)
+        rank.command(*computed(8))
+        rank.hear(announce(OTHER))
+    else:
+        rank = full()
+    assert rank.hear(message) == [answer]
+    rank.command(LEAVE, *(() if kind == "fetched" else computed(8)))
+    assert rank.hear(register(8)) == [answer]
+    assert rank.hear(renew())[0] == answer
+    assert rank.posts() == []
+    rank.hear(register(8, consumer=OTHER))
+    assert [piece.consumer for piece in rank.posts()] == [OTHER], "another consumer was refused nothing"
+
+
+@pytest.mark.parametrize("first", ["this", "another"])
+def test_a_refusal_outlives_a_source_that_only_peers_speak_of(first: str) -> None:
+    """The prefill leg comes last: after the refused one's registration, or another consumer's."""
+    rank = full()
+    assert rank.hear(announce()) == [REFUSED]
+    rank.command(LEAVE)
+    if first == "another":
+        assert rank.hear(register(8, consumer=OTHER)) == []
+    assert rank.hear(register(8)) == [REFUSED]
+    assert rank.core.knows(T) is (first == "another"), "it takes no place that others could have"
+    assert rank.hear(announce(attempt=2)) == [
+        Send(D0, Status(transfers=(TransferStatus(T, C, "unknown", 0, 2),), mark=0.0))
+    ]
+    rank.command(*computed(8))
+    assert rank.hear(register(8)) == [REFUSED]
+    assert {piece.consumer for piece in rank.posts()} <= {OTHER}
+    rank.hear(register(8, first=50, attempt=2))
+    assert rank.posts() != []
+
+
+def test_a_refusal_outlives_the_end_of_its_source_and_its_next_life() -> None:
+    """P39: the answers of one life are those of the next."""
+    rank = full()
+    rank.hear(announce())
+    rank.command(LEAVE, *computed(8), Abandon(T, "abandoned: y"))
+    assert rank.hear(register(8)) == [REFUSED]
+    assert rank.hear(register(8, consumer=OTHER)) == [Send(D0, failed("abandoned: y", consumer=OTHER))]
+    rank.command(*computed(8))
+    assert rank.hear(register(8)) == [REFUSED]
+    assert rank.posts() == []
+
+
+def test_a_refusal_outlives_an_expect_that_finds_no_room_either() -> None:
+    rank = full()
+    rank.hear(announce())
+    rank.command(*computed(8), LEAVE, Finish(T), *computed(8))
+    assert Released(T, "table_full") in rank.results()
+    assert rank.hear(register(8)) == [REFUSED]
+    assert rank.posts() == []
+
+
+def test_an_id_that_comes_again_and_finds_no_room_is_released_again() -> None:
+    """P39: the host waits for it, though the first life of the id was released before."""
+    rank = Rank(transfers_max=1)
+    rank.command(*computed(8))
+    rank.hear(cancel())
+    rank.command(Finish(T))
+    assert rank.results() == [Released(T, "cancelled")]
+    rank.command(*computed(8, U, 300), *computed(8), Finish(T))
+    assert rank.results() == [Released(T, "table_full")]
+    rank.command(LEAVE, *computed(8))
+    assert rank.hear(register(8)) == [Send(D0, FENCE)], "and what was told in that life is true"
+    assert rank.posts() == []
+
+
+def test_a_transfer_of_which_only_refusals_are_known_has_not_ended() -> None:
+    """A renewal or an abort of another consumer: the one is unknown, the other is fenced, for good."""
+    rank = full()
+    rank.hear(announce())
+    other = Renew(transfers=((T, OTHER, 1),), write_seconds=10.0)
+    unknown = TransferStatus(T, OTHER, "unknown", 0, 1)
+    assert rank.hear(other) == [Send(D0, Status(transfers=(unknown,), mark=0.0))]
+    fenced = Send(D0, Cancelled(transfer=T, consumer=OTHER))
+    assert rank.hear(cancel(consumer=OTHER)) == [fenced]
+    rank.command(LEAVE, *computed(8))
+    assert rank.hear(register(8, consumer=OTHER)) == [fenced]
+    assert rank.posts() == []
+
+
+@pytest.mark.parametrize("lives", ["full table", "full source", "ended"])
+def test_what_cannot_be_remembered_is_not_answered(lives: str) -> None:
+    """S03: a fence that is forgotten is none. The consumer's own bounds end what waits for an answer."""
+    rank = Rank(transfers_max=1, consumers_max=2)
+    if lives == "full table":
+        rank.command(*computed(8, U, 300))
+        heard = [announce(ConsumerId(f"x{number}")) for number in range(2)]
+    elif lives == "full source":
+        rank.command(*computed(8))
+        heard = [announce(ConsumerId(f"x{number}")) for number in range(4)]
+    else:
+        rank.command(*computed(8), Abandon(T, "abandoned: x"))
+        heard = [announce(ConsumerId(f"x{number}")) for number in range(2)]
+    for message in heard:
+        assert len(rank.hear(message)) == 1
+    for late in (announce(), register(8), register(4, start=8, groups=()), cancel()):
+        assert rank.hear(late) == []
+    unknown = TransferStatus(T, C, "unknown", 0, 1)
+    assert rank.hear(renew()) == [Send(D0, Status(transfers=(unknown,), mark=0.0))]
+    assert rank.posts() == []
+
+
+def test_refusals_are_forgotten_as_tombstones_are() -> None:
+    """Bounded in number and in time."""
+    rank = Rank(transfers_max=1, tombstones_max=2)
+    rank.command(*computed(8, U, 300))
+    for name in ("a", "b", "c"):
+        rank.hear(announce(transfer=TransferId(name)))
+    assert list(rank.core.state.tombstones) == ["b", "c"]
+    rank.hear(announce(OTHER, TransferId("b")))
+    rank.at(120.0)
+    assert rank.core.state.tombstones == {}
+
+
+# --- writes that outlive their bounds ----------------------------------------------------------------
+
+
+def doubtful(rank: Rank, how: str) -> list[PostSlice]:
+    """Two slices in flight into blocks 0 to 2 of D0, by a registration that does not stand any more."""
+    rank.command(*computed(16), *computed(16, U, 300))
+    rank.hear(register(16))
+    pieces = rank.posts()
+    assert [list(piece.target_blocks[0]) for piece in pieces] == [[0, 1], [2]]
+    if how == "cancelled":
+        rank.hear(cancel())
+    elif how == "lost":
+        rank.core.handle_peer_lost(D0, "reset", rank.now)
+        rank.core.handle_link(D0, FACTS)
+    elif how == "expired":
+        rank.at(10.0)
+    return pieces
+
+
+DOUBTS = pytest.mark.parametrize("how", ["cancelled", "lost", "expired"])
+
+
+@DOUBTS
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_write_waits_for_every_write_that_has_outlived_its_right_to_the_same_blocks(
+    how: str, order: tuple[int, int]
+) -> None:
+    """P07, promise 4: the consumer has got the blocks back by the bound of the transport, and gives them
+    to another request; the transport has not kept its bound."""
+    rank = Rank()
+    pieces = doubtful(rank, how)
+    first, second = (pieces[at].slice for at in order)
+    assert rank.hear(register(16, transfer=U)) == []
+    assert rank.posts() == []
+    rank.command(Advance(U, 16, 0, (((300, 4),),)))
+    rank.done(first)
+    assert rank.posts() == []
+    rank.refused(second, retryable=False)
+    assert [(piece.transfer, piece.start) for piece in rank.posts()] == [(U, 0), (U, 8)]
+    assert rank.core.state.hindered == {}
+
+
+@DOUBTS
+def test_blocks_that_no_doubtful_write_goes_to_are_written_at_once(how: str) -> None:
+    """Nobody waits for nothing: other blocks, and the same numbers of another consumer rank."""
+    rank = Rank(in_flight_per_peer=8)
+    doubtful(rank, how)
+    rank.hear(register(16, first=4, transfer=U))
+    rank.hear(register(16, first=0, transfer=U), D1)
+    assert {(piece.transfer, piece.peer) for piece in rank.posts()} == {(U, D0), (U, D1)}
+
+
+def test_a_write_that_is_permitted_holds_nobody_back() -> None:
+    """Who registers blocks twice at a time gets what it asks for."""
+    rank = Rank(in_flight_per_peer=8)
+    doubtful(rank, "not at all")
+    rank.hear(register(16, transfer=U))
+    assert {piece.transfer for piece in rank.posts()} == {U}
+
+
+def test_one_block_in_common_is_enough_to_wait_and_only_that_write_is_waited_for() -> None:
+    rank = Rank(in_flight_per_peer=8)
+    rank.command(*computed(8), *computed(8, U, 300), *computed(8, TransferId("v"), 400))
+    rank.hear(register(8, first=0))
+    rank.hear(register(8, first=10, transfer=U))
+    mine, others = rank.posts()
+    rank.hear(cancel())
+    rank.hear(cancel(transfer=U))
+    rank.hear(register(8, first=1, transfer=TransferId("v")))
+    rank.done(others.slice)
+    assert rank.posts() == []
+    rank.done(mine.slice)
+    assert len(rank.posts()) == 1
+
+
+def test_a_later_attempt_waits_for_the_writes_of_an_earlier_one() -> None:
+    """P39: the same request again, in the same blocks."""
+    rank = Rank()
+    rank.command(*computed(8))
+    rank.hear(register(8))
+    (first,) = rank.posts()
+    rank.hear(cancel())
+    rank.hear(register(8, attempt=2))
+    assert rank.posts() == []
+    rank.done(first.slice)
+    assert [piece.notify.attempt for piece in rank.posts()] == [2]
+
+
+def test_blocks_are_compared_within_their_cache_group() -> None:
+    rank = Rank(PeerFacts((4, 4), 8), (4, 4), in_flight_per_peer=8)
+    for name, first in ((T, 0), (U, 50), (TransferId("v"), 100)):
+        rank.command(Expect(name, 8), Advance(name, 8, 0, (((first, 2),), ((first, 2),))))
+    rank.hear(register(8, groups=(((0, 2),), ((4, 2),))))
+    (first,) = rank.posts()
+    rank.hear(cancel())
+    rank.hear(register(8, transfer=U, groups=(((4, 2),), ((0, 2),))))
+    assert [piece.transfer for piece in rank.posts()] == [U]
+    rank.hear(register(8, transfer=TransferId("v"), groups=(((8, 2),), ((4, 2),))))
+    assert rank.posts() == []
+    rank.done(first.slice)
+    assert [piece.transfer for piece in rank.posts()] == ["v"]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_who_waited_for_a_write_and_has_left_is_not_missed(again: bool) -> None:
+    """P02: its transfer has ended, or the id has come again without it."""
+    rank = Rank()
+    first, second = doubtful(rank, "cancelled")
+    rank.hear(register(16, transfer=U))
+    assert rank.hear(cancel(transfer=U)) == [Send(D0, Cancelled(transfer=U, consumer=C))]
+    rank.command(Finish(U))
+    assert rank.results() == [Released(U, "cancelled")]
+    if again:
+        rank.command(*computed(16, U, 300))
+    rank.done(first.slice)
+    assert rank.done(second.slice) == [Send(D0, FENCE)]
+    assert rank.posts() == []
+
+
+# --- bounds --------------------------------------------------------------------------------------
 
 
 def test_tombstones_are_bounded_and_the_oldest_goes_first() -> None:
@@ -1083,16 +1617,42 @@ def test_the_last_block_id_that_there_is() -> None:
 
 def test_a_malformed_repetition_stops_what_was_registered() -> None:
     rank = Rank()
-    rank.command(*computed(8))
-    rank.hear(register(8))
+    rank.command(*computed(12))
+    rank.hear(register(12))
     (piece,) = rank.posts()
-    assert rank.hear(register(8, sharers=0)) == []
+    assert rank.hear(register(12, sharers=0)) == []
     (answer,) = rank.done(piece.slice)
     assert isinstance(answer, Send)
     assert answer.message == failed("malformed: write_seconds 10.0 and sharers 0 must be positive", 8)
 
 
 # --- strangers, late comers, pull ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [register, renew])
+def test_an_id_of_a_peer_that_is_too_long_is_an_error_of_the_peer(kind: Any) -> None:
+    """S01: the notification of a write names both ids and must fit one payload."""
+    rank = Rank()
+    long = ConsumerId("x" * 4097)
+    message = (
+        register(8, consumer=long)
+        if kind is register
+        else Renew(transfers=((T, long, 1),), write_seconds=1.0)
+    )
+    with pytest.raises(PeerError, match="an id of more than 4096 characters"):
+        rank.hear(message)
+    assert rank.core.state.rows == {}
+
+
+def test_whom_a_slice_is_in_flight_to() -> None:
+    rank = Rank()
+    rank.command(*computed(8))
+    rank.hear(register(8))
+    (piece,) = rank.posts()
+    assert rank.core.writes_to(D0)
+    assert not rank.core.writes_to(D1)
+    rank.done(piece.slice)
+    assert not rank.core.writes_to(D0)
 
 
 @pytest.mark.parametrize(
@@ -1162,8 +1722,8 @@ def test_fetched_of_an_expired_transfer_is_late() -> None:
 def test_closing_tells_every_consumer_and_posts_nothing_more() -> None:
     """P66: what is in flight ends first."""
     rank = Rank()
-    rank.command(*computed(8), *computed(8, U, 300))
-    rank.hear(register(8))
+    rank.command(*computed(12), *computed(8, U, 300))
+    rank.hear(register(12))
     rank.hear(register(8, transfer=U), D1)
     piece, _ = rank.posts()
     rank.core.handle_close(rank.now)
@@ -1184,6 +1744,7 @@ def test_a_registration_has_no_more_blocks_than_its_peer() -> None:
             stop=16 * blocks,
             groups=(((0, blocks),),),
             write_seconds=1.0,
+            mark=0.0,
         )
         core.handle_message(PeerName("d"), message, 0.0)
         output = core.poll_output()

@@ -45,7 +45,7 @@ DELIVERY_GRID = """
             register    complete  fetched  cancel    stop      drained_failed  drained_cancelled
 announced   registered  !         fetched  stopping  stopping  !               !
 registered  -           written   !        stopping  stopping  !               !
-stopping    -           -         -        stopping  -         failed          cancelled
+stopping    -           written   -        stopping  -         failed          cancelled
 written     -           !         -        -         -         !               !
 failed      -           !         -        -         -         !               !
 cancelled   -           !         -        -         -         !               !
