@@ -77,12 +77,15 @@ def written(value: object) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
+METRIC_MODULES = (("host", "metrics.py"), ("connector", "stats.py"))
+
+
 def engine_metrics() -> set[str]:
     """The names under which an engine exposes its metrics; read, because importing them needs vLLM."""
-    tree = ast.parse((SOURCE / "connector" / "stats.py").read_text(encoding="utf-8"))
+    texts = [(SOURCE / part / name).read_text("utf-8") for part, name in METRIC_MODULES]
     names: dict[str, str] = {}
     counters: set[str] = set()
-    for node in tree.body:
+    for node in (node for text in texts for node in ast.parse(text).body):
         match node:
             case ast.Assign(targets=[ast.Name(constant)], value=ast.Constant(str(name))):
                 if name.startswith("kvferry_"):

@@ -42,10 +42,10 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvferry.connector import compat
-from kvferry.connector.metadata import Handshake
+from kvferry.connector.metadata import Handshake, WorkerReport
 from kvferry.connector.scheduler import FerryScheduler
-from kvferry.connector.stats import FerryStats
-from kvferry.connector.worker import AgentFace, FerryWorker
+from kvferry.connector.stats import FerryStats, moved_stats
+from kvferry.host.worker import AgentFace, FerryWorker
 from kvferry.ids import EngineId, Incarnation
 
 if TYPE_CHECKING:
@@ -304,6 +304,7 @@ class Engine:
             self.forward(rank, planned)
         worker.save(metadata, succeeded=not self.fail_forward)
         finished = worker.collect(planned.finished_req_ids).finished
+        events = worker.take_events()
         fields: dict[str, Any] = {}
         if hasattr(KVConnectorOutput(), "failed_recving"):
             fields["failed_recving"] = finished.failed
@@ -311,8 +312,8 @@ class Engine:
             finished_sending=finished.sending or None,
             finished_recving=finished.receiving or None,
             invalid_block_ids=worker.take_bad_blocks(),
-            kv_connector_worker_meta=worker.take_report(),
-            kv_connector_stats=worker.take_stats(),
+            kv_connector_worker_meta=WorkerReport(events) if events else None,
+            kv_connector_stats=moved_stats(worker.take_moved()),
             **fields,
         )
 

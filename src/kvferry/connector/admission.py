@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 from kvferry.connector import compat
-from kvferry.connector.requests import read_params
 from kvferry.errors import HandoffError
+from kvferry.host.requests import read_params
 
 CONNECTORS = frozenset({"FerryConnector"})
 _MARK = "_kvferry_admission"

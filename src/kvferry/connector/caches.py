@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvferry.errors import UsageError
-from kvferry.ids import Rank, Span
+from kvferry.ids import Rank
 from kvferry.layout.runs import Region
 from kvferry.layout.spec import CacheSpec, GroupSpec, Plane
 
@@ -121,11 +121,6 @@ def describe_caches(
         facts=dict(model.facts),
     )
     return Caches(spec, kernel_blocks // block_count)
-
-
-def kernel_spans(spans: tuple[Span, ...], ratio: int) -> tuple[Span, ...]:
-    """Spans of the engine's blocks as spans of the description's."""
-    return spans if ratio == 1 else tuple((first * ratio, count * ratio) for first, count in spans)
 
 
 def _distinct(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

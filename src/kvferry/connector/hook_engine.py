@@ -35,7 +35,7 @@ from kvferry.connector.connector import FerryConnector
 from kvferry.connector.launch import make_agent
 from kvferry.connector.metadata import FerryMetadata, Handshake
 from kvferry.connector.settings import Settings, read_settings
-from kvferry.connector.worker import FerryWorker
+from kvferry.host.worker import FerryWorker
 from kvferry.ids import BlockId, EngineId, Incarnation, Rank
 from kvferry.layout.describe import describe
 from kvferry.layout.spec import CacheSpec, encode_spec

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from kvferry.connector import stats
-from kvferry.connector.facts import EngineFacts
-from kvferry.connector.metadata import (
-    Ended,
-    Event,
-    FerryMetadata,
-    Handshake,
-    PreemptAnswer,
-    Quarantined,
-    RequestId,
-    Safe,
-    WorkerReport,
-)
-from kvferry.connector.outcomes import Outcomes
-from kvferry.connector.pins import BlockPool, Pins
-from kvferry.connector.requests import EngineRequest, is_probe, read_params
-from kvferry.connector.scheduler_consumer import SchedulerConsumer
-from kvferry.connector.scheduler_producer import SchedulerProducer
+from kvferry.connector.metadata import FerryMetadata, Handshake, WorkerReport
 from kvferry.connector.settings import Settings
 from kvferry.connector.stats import FerryStats
 from kvferry.errors import HandoffError
 from kvferry.handoff import DecodeParams, PrefillParams, SourceParams
+from kvferry.host.events import Ended, Event, PreemptAnswer, Quarantined, RequestId, Safe
+from kvferry.host.facts import EngineFacts
+from kvferry.host.orders import Scheduled
+from kvferry.host.outcomes import Outcomes
+from kvferry.host.pins import BlockPool, Pins
+from kvferry.host.requests import EngineRequest, is_probe, is_release, read_params
+from kvferry.host.scheduler_consumer import SchedulerConsumer
+from kvferry.host.scheduler_producer import SchedulerProducer
+from kvferry.host.starvation import Starvation
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +50,16 @@ class OpenDirectory(Protocol):
 class FerryScheduler:
     """One engine's scheduler side."""
 
-    def __init__(self, facts: EngineFacts, settings: Settings, open_directory: OpenDirectory) -> None:
+    def __init__(
+        self,
+        facts: EngineFacts,
+        settings: Settings,
+        open_directory: OpenDirectory,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._facts = facts
+        self._clock = clock
+        self._starvation = Starvation(settings.limits.starved_seconds)
         self._settings = settings
         self._open_directory = open_directory
         self._directory: Directory | None = None
@@ -115,12 +118,19 @@ class FerryScheduler:
         if isinstance(params, PrefillParams) and is_probe(request.kv_transfer_params):
             self._probes.add(request.request_id)
             return
+        if isinstance(params, PrefillParams) and is_release(request.kv_transfer_params):
+            self._probes.add(request.request_id)
+            if params.transfer is not None:
+                self.producer.release(params.transfer)
+            return
         if params.transfer is None:
             self._stats.count(stats.LEGACY_PAIRINGS)
         if isinstance(params, DecodeParams):
-            self.consumer.announce(request, params)
+            if not self.consumer.announce(request, params):
+                self._outcomes.skipped("in_use")
         elif not self.producer.expect(request, params):
-            raise HandoffError("transfer_id", "is in use by another request; mint one id per dispatch")
+            problem = "or the request's own id is in use by another request; mint one id per dispatch"
+            raise HandoffError("transfer_id", problem)
 
     def matched_tokens(self, request: EngineRequest, local_tokens: int) -> tuple[int | None, bool]:
         """vLLM's `get_num_new_matched_tokens`."""
@@ -136,8 +146,13 @@ class FerryScheduler:
 
     def plan(self, step: Any) -> FerryMetadata:
         """vLLM's `build_connector_meta`."""
+        # An engine that is not a consumer waits for its consumers, and nobody waits for it.
+        stuck = self.consumer.wants_to_run and not step.total_num_scheduled_tokens
+        if self._starvation.is_due(self._clock(), stuck=stuck) and not self.consumer.relinquish():
+            self.producer.reclaim()
         metadata = FerryMetadata(commands=self.consumer.take_commands())
-        self.producer.plan(step, metadata)
+        scheduled = _scheduled(step, self.producer.is_ours)
+        self.producer.plan(scheduled, step.preempted_req_ids or (), metadata)
         return metadata
 
     def finish(self, request: EngineRequest) -> tuple[bool, dict[str, Any] | None]:
@@ -220,3 +235,23 @@ class FerryScheduler:
 def _label(field: str) -> str:
     """A bounded metric label: the params' keys are ours, not the client's."""
     return "params" if field == "*" else field
+
+
+def _scheduled(step: Any, is_ours: Callable[[RequestId], bool]) -> Iterator[Scheduled]:
+    """What a `SchedulerOutput` computes of our requests: those that (re)start, then those that go on."""
+    counts = step.num_scheduled_tokens
+    for new in step.scheduled_new_reqs:
+        name = new.req_id
+        if is_ours(name):
+            stop = new.num_computed_tokens + counts[name]
+            yield Scheduled(name, stop, list(new.block_ids[0]), replaced=True)
+    cached = step.scheduled_cached_reqs
+    for index, name in enumerate(cached.req_ids):
+        if is_ours(name):
+            blocks = cached.new_block_ids[index]
+            yield Scheduled(
+                name,
+                cached.num_computed_tokens[index] + counts[name],
+                list(blocks[0]) if blocks else [],
+                replaced=name in cached.resumed_req_ids,
+            )

@@ -30,6 +30,7 @@ LIMIT_KEYS = {
     "silence_seconds": "silence_seconds",
     "handshake_seconds": "handshake_seconds",
     "unknown_seconds": "unknown_seconds",
+    "starved_seconds": "starved_seconds",
     "slice_seconds": "slice_seconds",
     "slice_bytes": "slice_bytes",
     "in_flight_per_peer": "in_flight_per_peer",
@@ -73,7 +74,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int
     progress_thread: bool
     retry_bound_seconds: float
-    """After so long the backend has given up on what it had accepted; twice this outlasts a permission."""
+    """After so long the backend has given up on what it had accepted; it outlasts a permission by this."""
     allow_untested_nixl: bool
     waiting_blocks_share: float
     """Share of the cache that may wait for remote KV; beyond it the scheduler is told to ask again."""

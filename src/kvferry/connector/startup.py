@@ -17,11 +17,12 @@ from kvferry.agent.directory_server import DirectoryServer
 from kvferry.agent.links import Identity
 from kvferry.connector import compat
 from kvferry.connector.caches import Model, Tensor, describe_caches
-from kvferry.connector.facts import EngineFacts, only_spec
+from kvferry.connector.facts import only_spec
 from kvferry.connector.launch import make_agent, recorder
 from kvferry.connector.metadata import Handshake
 from kvferry.connector.settings import Settings
-from kvferry.connector.worker import FerryWorker
+from kvferry.host.facts import EngineFacts
+from kvferry.host.worker import FerryWorker
 from kvferry.ids import Incarnation, Rank, peer_name
 from kvferry.layout.spec import encode_spec
 

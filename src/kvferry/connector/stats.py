@@ -6,24 +6,20 @@ Everything is plain data, because vLLM carries it between processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvferry.host.metrics import BYTES, BYTES_EARLY, HANDOVER, LOST_TOKENS, TRANSFERS, WRITE
+
 COUNTERS = "counters"
 OBSERVATIONS = "observations"
 GAUGES = "gauges"
 
-TRANSFERS = "kvferry_transfers"
-BYTES = "kvferry_transfer_bytes"
-BYTES_EARLY = "kvferry_bytes_before_prefill_end"
-LOST_TOKENS = "kvferry_lost_tokens"
 LEGACY_PAIRINGS = "kvferry_legacy_pairings"
 REFUSED_PARAMS = "kvferry_refused_params"
-HANDOVER = "kvferry_handover_seconds"
-WRITE = "kvferry_transfer_write_seconds"
 IN_FLIGHT = "kvferry_transfers_in_flight"
 QUARANTINED = "kvferry_quarantined_blocks"
 READY = "kvferry_ready"
@@ -146,6 +142,16 @@ class FerryPromMetrics(KVConnectorPromMetrics):
             child = self._histograms[name].labels(*engine)
             for value in values:
                 child.observe(value)
+
+
+def moved_stats(moved: Mapping[str, int]) -> FerryStats | None:
+    """A rank's statistics, made of the bytes that it has moved; None when it has moved none."""
+    if not moved:
+        return None
+    stats = FerryStats()
+    for name, amount in moved.items():
+        stats.count(name, amount, labels=("push",))
+    return stats
 
 
 def _entries(data: dict[str, Any]) -> Iterator[tuple[str, list[str], Any]]:

@@ -111,3 +111,8 @@ def align(start: int, stop: int, block_tokens: int) -> range:
             "stop", f"at least {start}", stop, "register a range of tokens that does not end early"
         )
     return range(start // block_tokens, -(-stop // block_tokens))
+
+
+def scaled_spans(spans: tuple[Span, ...], ratio: int) -> tuple[Span, ...]:
+    """Spans of blocks as spans of smaller ones, `ratio` to each."""
+    return spans if ratio == 1 else tuple((first * ratio, count * ratio) for first, count in spans)

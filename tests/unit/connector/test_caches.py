@@ -7,10 +7,11 @@ import ctypes
 import pytest
 import torch
 
-from kvferry.connector.caches import Model, describe_caches, kernel_spans
+from kvferry.connector.caches import Model, describe_caches
 from kvferry.errors import UsageError
 from kvferry.ids import Rank
 from kvferry.layout.describe import STRIDE_ORDERS
+from kvferry.layout.spans import scaled_spans
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 5, 2, 4, 6
 
@@ -89,7 +90,7 @@ def test_smaller_kernel_blocks_are_described_as_they_are():
     caches = describe(tensors(blocks=10), block_tokens=8, block_count=5)
     assert caches.ratio == 2
     assert caches.spec.groups[0].block_count == 10
-    assert kernel_spans(((1, 2), (4, 1)), caches.ratio) == ((2, 4), (8, 2))
+    assert scaled_spans(((1, 2), (4, 1)), caches.ratio) == ((2, 4), (8, 2))
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
-from kvferry.connector.facts import EngineFacts, only_spec, read_facts
+from kvferry.connector.facts import only_spec, read_facts
 from kvferry.errors import UsageError
+from kvferry.host.facts import EngineFacts
 from kvferry.ids import EngineId, Rank
 
 SIZES = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}

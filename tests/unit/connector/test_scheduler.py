@@ -7,16 +7,18 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.engine import FinishReason
 
-from kvferry.connector.metadata import PreemptAnswer
+from kvferry.host.events import PreemptAnswer
 from kvferry.protocol.commands import (
     Abandon,
     AnnounceCommand,
     BlocksSafe,
+    Expect,
     Finish,
     Preempt,
     Receive,
     Received,
     ReceiveFailed,
+    Reclaim,
     Released,
     Withdraw,
 )
@@ -148,6 +150,7 @@ def _planned_preemption(name):
         scheduled_new_reqs=(),
         scheduled_cached_reqs=cached,
         num_scheduled_tokens={},
+        total_num_scheduled_tokens=0,
     )
 
 
@@ -337,3 +340,24 @@ def test_publishing_again_closes_the_directory_before(engine_of):
     engine.side.close()
     engine.side.close()
     assert [one.closed for one in opened] == [1, 1]
+
+
+def test_a_released_transfer_is_reclaimed_and_nothing_else(engine_of):
+    """P17, P49: whoever dispatched it says that nobody will come; that request hands nothing over."""
+    engine = engine_of()
+    for name in ("one", "two"):
+        engine.add(name, 40, PREFILL | {"transfer_id": f"transfer-{name}"})
+    engine.steps(3)
+    engine.agent.take()
+    engine.add("say", 8, PREFILL | {"transfer_id": "transfer-two", "release": True})
+    engine.steps(2)
+    commands = engine.agent.take()
+    assert [command.transfer for command in of(Reclaim, commands)] == ["transfer-two"]
+    assert of(Expect, commands) == []
+    engine.add("again", 8, PREFILL | {"transfer_id": "transfer-unknown", "release": True})
+    engine.steps(2)
+    assert engine.agent.take() == []
+    for name in ("one", "two"):
+        engine.agent.say(Released(f"transfer-{name}", "cancelled"))
+    engine.steps(3)
+    assert engine.is_clean

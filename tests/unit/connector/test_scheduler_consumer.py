@@ -13,6 +13,7 @@ from kvferry.protocol.commands import (
     Receive,
     Received,
     ReceiveFailed,
+    Relinquish,
     Withdraw,
 )
 from tests.support.vllm_engine import BLOCK_TOKENS
@@ -329,6 +330,41 @@ def test_blocks_that_wait_are_capped_and_one_is_always_admitted(engine_of):
     engine.agent.say(received("b", "transfer-b"))
     engine.steps(4)
     assert engine.is_clean
+
+
+def test_an_engine_that_is_stuck_gives_destinations_back_whose_prefill_has_not_begun(engine_of):
+    """P61, G07: the memory of one request waits for a producer that waits for the memory of others."""
+    engine = engine_of(blocks=21, extra=(("waiting_blocks_share", 0.3), ("starved_seconds", 5.0)))
+    now = [100.0]
+    engine.side._clock = lambda: now[0]
+    for name in ("a", "b"):
+        engine.add(name, 100, SOURCE | {"transfer_id": f"transfer-{name}"})
+    engine.step()
+    engine.agent.take()
+    for _ in range(5):
+        engine.step()
+        now[0] += 1.0
+    assert engine.agent.take() == [], "it may still be a matter of time"
+    engine.step()
+    [given_up] = engine.agent.take()
+    assert given_up == Relinquish("transfer-a", "a")
+    engine.agent.say(ReceiveFailed("transfer-a", "a", "starved", 0, fenced=True))
+    engine.steps(3)
+    assert [command.consumer for command in engine.agent.take() if isinstance(command, Receive)] == ["b"]
+
+
+def test_an_engine_that_computes_is_not_stuck(engine_of):
+    """The memory comes back when what runs has ended."""
+    engine = engine_of(blocks=21, extra=(("waiting_blocks_share", 0.3), ("starved_seconds", 5.0)))
+    now = [100.0]
+    engine.side._clock = lambda: now[0]
+    engine.add("local", 20, None, max_tokens=64)
+    for name in ("a", "b"):
+        engine.add(name, 100, SOURCE | {"transfer_id": f"transfer-{name}"})
+    for _ in range(20):
+        engine.step()
+        now[0] += 1.0
+    assert not [command for command in engine.agent.take() if isinstance(command, Relinquish)]
 
 
 @starts_over

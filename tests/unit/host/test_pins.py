@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvferry.connector.pins import Pins
+from kvferry.host.pins import Pins
 
 
 class Pool:

@@ -12,15 +12,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.connector.facts import EngineFacts
-from kvferry.connector.metadata import Quarantined, RankIndex, RequestId, Safe
-from kvferry.connector.pins import Pins
-from kvferry.connector.requests import EngineRequest, wants_prompt_logprobs
 from kvferry.handoff import DecodeParams, paired_by_request_id
+from kvferry.host.events import Quarantined, RankIndex, RequestId, Safe
+from kvferry.host.facts import EngineFacts
+from kvferry.host.pins import Pins
+from kvferry.host.requests import EngineRequest, wants_prompt_logprobs
 from kvferry.ids import BlockId, ConsumerId, TransferId
 from kvferry.layout.spans import to_spans
 from kvferry.protocol import reasons
-from kvferry.protocol.commands import AnnounceCommand, Command, Receive, Source, Withdraw
+from kvferry.protocol.commands import AnnounceCommand, Command, Receive, Relinquish, Source, Withdraw
 
 
 class _State(enum.Enum):
@@ -61,8 +61,14 @@ class SchedulerConsumer:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def announce(self, request: EngineRequest, params: DecodeParams) -> None:
-        """A decode request has arrived."""
+    def announce(self, request: EngineRequest, params: DecodeParams) -> bool:
+        """A decode request has arrived; False when an earlier one of its name has not come to its end.
+
+        The ranks know destinations by transfer and request, so that the earlier one's end would be taken for
+        this one's.
+        """
+        if request.request_id in self._requests or ConsumerId(request.request_id) in self._quarantine:
+            return False
         source = params.source
         receiving = _Receiving(
             transfer=params.transfer or paired_by_request_id(request.request_id),
@@ -71,6 +77,7 @@ class SchedulerConsumer:
         )
         self._requests[request.request_id] = receiving
         self._commands.append(AnnounceCommand(receiving.transfer, receiving.consumer, receiving.source))
+        return True
 
     def wanted_tokens(self, request: EngineRequest, local_tokens: int) -> int | None:
         """Tokens beyond the local ones to come from the producer; None to be asked again. Changes nothing."""
@@ -163,6 +170,17 @@ class SchedulerConsumer:
         if not ranks:
             del self._quarantine[consumer]
             self._pins.drop(("quarantine", consumer))
+
+    @property
+    def wants_to_run(self) -> bool:
+        """Whether a request could run here if it had memory: one that waits for it, or is computed here."""
+        return len(self._requests) > self._receiving_count
+
+    def relinquish(self) -> bool:
+        """Give up destinations whose prefill has not begun; False when there are none at all."""
+        receiving = [one for one in self._requests.values() if one.state is _State.RECEIVING]
+        self._commands += [Relinquish(one.transfer, one.consumer) for one in receiving]
+        return bool(receiving)
 
     def take_commands(self) -> list[Command]:
         """The commands since the last call."""

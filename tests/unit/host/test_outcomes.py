@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.connector import outcomes as outcomes_module
-from kvferry.connector.facts import EngineFacts
-from kvferry.connector.metadata import Ended
-from kvferry.connector.outcomes import Outcomes
 from kvferry.connector.stats import FerryStats
+from kvferry.host import outcomes as outcomes_module
+from kvferry.host.events import Ended
+from kvferry.host.facts import EngineFacts
+from kvferry.host.outcomes import Outcomes
 from kvferry.ids import EngineId
 
 FACTS = EngineFacts(EngineId("e"), tp=2, pp=1, produces=True, consumes=True, block_tokens=16, block_count=64)

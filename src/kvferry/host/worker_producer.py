@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvferry.connector.metadata import Ended, RankIndex, RequestId, Sender
+from kvferry.host.events import Ended, RankIndex, RequestId
+from kvferry.host.orders import Sender
 from kvferry.ids import TransferId
 from kvferry.protocol import reasons
 from kvferry.protocol.commands import Released

@@ -14,7 +14,10 @@ from kvferry.ids import BlockId
 class BlockPool(Protocol):
     """What we use of vLLM's block pool."""
 
-    blocks: Sequence[Any]
+    @property
+    def blocks(self) -> Sequence[Any]:
+        """The pool's blocks by their ids."""
+        ...
 
     def touch(self, blocks: Sequence[Any]) -> None:
         """Add a reference to each block."""

@@ -1,4 +1,4 @@
-"""The worker side: vLLM's hooks in a rank's process, on its main thread, which also launches the model.
+"""One rank's side of its engine's transfers, on the thread that also launches the model.
 
 Nothing here touches the transport. Commands go into the agent's mailbox, results come out of it, and the
 work per step is in proportion to what has changed. The order within a step: `preempt`, `begin`, the forward
@@ -14,14 +14,14 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvferry.connector import stats
-from kvferry.connector.caches import kernel_spans
-from kvferry.connector.metadata import FerryMetadata, PreemptAnswer, RankIndex, RequestId, WorkerReport
-from kvferry.connector.stats import FerryStats
-from kvferry.connector.worker_consumer import Reported, WorkerConsumer
-from kvferry.connector.worker_producer import WorkerProducer
+from kvferry.host.events import Event, PreemptAnswer, RankIndex, RequestId
+from kvferry.host.metrics import BYTES, BYTES_EARLY
+from kvferry.host.orders import StepOrders
+from kvferry.host.reports import Reported
+from kvferry.host.worker_consumer import WorkerConsumer
+from kvferry.host.worker_producer import WorkerProducer
 from kvferry.ids import BlockId, TransferId, redacted
-from kvferry.layout.spans import from_spans
+from kvferry.layout.spans import from_spans, scaled_spans
 from kvferry.protocol import reasons
 from kvferry.protocol.commands import (
     Abandon,
@@ -43,7 +43,7 @@ from kvferry.protocol.commands import (
 
 logger = logging.getLogger(__name__)
 
-_MOVED = (("bytes_posted", stats.BYTES), ("bytes_posted_early", stats.BYTES_EARLY))
+_MOVED = (("bytes_posted", BYTES), ("bytes_posted_early", BYTES_EARLY))
 Clock = Callable[[], float]
 Damage = Callable[[BlockId], None]
 Ready = Callable[[], bool]
@@ -107,6 +107,8 @@ class FerryWorker:
         self._record = record
         self._refused: list[Result] = []
         self._undrained: set[int] = set()
+        self._opened: set[RequestId] = set()
+        """Requests whose destinations this step has opened."""
         self._out = Reported()
         self._totals: dict[str, int] = {}
         self._damage: tuple[int, Damage] | None = None
@@ -126,17 +128,18 @@ class FerryWorker:
             self._undrained.add(preempt.ticket)
             self._agent.submit(preempt)
 
-    def begin(self, metadata: FerryMetadata) -> None:
+    def begin(self, orders: StepOrders) -> None:
         """The step begins: submit its commands, before the forward pass."""
-        for sender in metadata.senders:
+        for sender in orders.senders:
             self._producer.start(sender)
         now = self._clock()
-        for command in metadata.commands:
+        self._opened.clear()
+        for command in orders.commands:
             self._command(command, now)
 
-    def save(self, metadata: FerryMetadata, *, succeeded: bool) -> None:
+    def save(self, orders: StepOrders, *, succeeded: bool) -> None:
         """The forward pass has been launched, or has raised: then what it computed does not exist."""
-        advances = metadata.advances
+        advances = orders.advances
         if not advances:
             return
         self._producer.publish(advance.transfer for advance in advances)
@@ -155,7 +158,8 @@ class FerryWorker:
         now = self._clock()
         finished = list(finished)
         self._producer.finish(finished)
-        self._consumer.withdraw(finished)
+        # A name that ended and was used again at once is both finished and new in one step.
+        self._consumer.withdraw(name for name in finished if name not in self._opened)
         candidates = [transfer for name in finished if (transfer := self._producer.transfer_of(name))]
         refused, self._refused = self._refused, []
         for result in (*refused, *self._agent.results()):
@@ -169,22 +173,31 @@ class FerryWorker:
         bad, self._out.bad_blocks = self._out.bad_blocks, set()
         return bad
 
-    def take_report(self) -> WorkerReport | None:
+    def take_events(self) -> list[Event]:
         """The events of the same step as `collect`."""
         events, self._out.events = self._out.events, []
-        return WorkerReport(events) if events else None
+        return events
 
-    def take_stats(self) -> FerryStats | None:
-        """What the agent has moved since the last call."""
+    def take_moved(self) -> dict[str, int]:
+        """By how much the agent's counters of bytes have grown since the last call; none that stood still."""
         snapshot = self._agent.snapshot()
-        taken: FerryStats | None = None
+        moved = {}
         for key, name in _MOVED:
             total, before = int(snapshot.get(key, 0)), self._totals.get(key, 0)
             if total > before:
-                taken = taken or FerryStats()
-                taken.count(name, total - before, labels=("push",))
+                moved[name] = total - before
                 self._totals[key] = total
-        return taken
+        return moved
+
+    @property
+    def has_refused(self) -> bool:
+        """Whether `collect` has something to report that the agent does not know of."""
+        return bool(self._refused)
+
+    @property
+    def open_count(self) -> int:
+        """Transfers that have not ended on this rank, and preemptions whose writes have not drained."""
+        return len(self._producer) + len(self._consumer) + len(self._undrained)
 
     def close(self, timeout_seconds: float) -> None:
         """Stop the agent. Idempotent."""
@@ -211,9 +224,14 @@ class FerryWorker:
 
     def _receive(self, command: Receive, now: float) -> None:
         self._consumer.open(command, now)
+        self._opened.add(RequestId(command.consumer))
         if not self._agent.submit(
             msgspec.structs.replace(command, groups=self._kernel_groups(command.groups))
         ):
+            # Its announcement may have been taken; nobody shall wait for what it announced.
+            self._agent.submit(
+                Withdraw(command.transfer, command.consumer, command.source, reasons.TABLE_FULL)
+            )
             self._refused.append(
                 ReceiveFailed(
                     command.transfer,
@@ -249,7 +267,7 @@ class FerryWorker:
             out.events.append(PreemptAnswer(self._rank, result.ticket, drained=True))
 
     def _kernel_groups(self, groups: Groups) -> Groups:
-        return tuple(kernel_spans(spans, self._ratio) for spans in groups)
+        return tuple(scaled_spans(spans, self._ratio) for spans in groups)
 
     def _in_kernel_blocks(self, advance: Advance) -> Advance:
         if self._ratio == 1:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvferry.connector.facts import EngineFacts
-from kvferry.connector.metadata import Ended, RequestId
-from kvferry.connector.stats import BYTES, HANDOVER, LOST_TOKENS, TRANSFERS, WRITE, FerryStats
+from kvferry.host.events import Ended, RequestId
+from kvferry.host.facts import EngineFacts
+from kvferry.host.metrics import BYTES, HANDOVER, LOST_TOKENS, TRANSFERS, WRITE, Counts
 from kvferry.protocol import reasons
 
 MODE = "push"
@@ -17,10 +17,15 @@ class Outcomes:
     A request whose ranks never all report would stay; beyond `REQUESTS_MAX` the oldest is counted as it is.
     """
 
-    def __init__(self, facts: EngineFacts, stats: FerryStats) -> None:
+    def __init__(self, facts: EngineFacts, counts: Counts) -> None:
         self._facts = facts
-        self._stats = stats
+        self._counts = counts
         self._ended: dict[RequestId, dict[int, Ended]] = {}
+
+    @property
+    def open_count(self) -> int:
+        """Transfers of which some ranks have reported and some have not."""
+        return len(self._ended)
 
     def add(self, event: Ended) -> None:
         """A rank has reported the end of its part."""
@@ -33,21 +38,21 @@ class Outcomes:
 
     def skipped(self, reason: str) -> None:
         """A transfer ended before any rank had a part in it."""
-        self._stats.count(TRANSFERS, labels=(MODE, "skipped", reason))
+        self._counts.count(TRANSFERS, labels=(MODE, "skipped", reason))
 
     def _count(self, ranks: dict[int, Ended]) -> None:
         events = list(ranks.values())
         worst = next((event for event in events if event.failed and not event.cancelled), None)
         worst = worst or next((event for event in events if event.cancelled), events[0])
         outcome = "cancelled" if worst.cancelled else "failed" if worst.failed else "completed"
-        self._stats.count(TRANSFERS, labels=(MODE, outcome, reasons.code_of(worst.reason)))
+        self._counts.count(TRANSFERS, labels=(MODE, outcome, reasons.code_of(worst.reason)))
         moved = sum(event.bytes for event in events)
         if moved:
-            self._stats.count(BYTES, moved, labels=(MODE,))
+            self._counts.count(BYTES, moved, labels=(MODE,))
         # What one rank lacks all ranks have to compute.
         lost = max(event.lost_tokens for event in events)
         if lost:
-            self._stats.count(LOST_TOKENS, lost)
+            self._counts.count(LOST_TOKENS, lost)
         for name, seconds in (
             (HANDOVER, [event.handover_seconds for event in events]),
             (WRITE, [event.write_seconds for event in events]),
@@ -55,4 +60,4 @@ class Outcomes:
             measured = [value for value in seconds if value is not None]
             if measured:
                 # A transfer is as slow as its slowest rank.
-                self._stats.observe(name, max(measured))
+                self._counts.observe(name, max(measured))

@@ -10,10 +10,10 @@ the request any more, the report itself waits for the fence.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from kvferry.connector.compat import Finished
-from kvferry.connector.metadata import Ended, Event, Quarantined, RankIndex, RequestId, Safe
+from kvferry.host.events import Ended, Quarantined, RankIndex, RequestId, Safe
+from kvferry.host.reports import Reported
 from kvferry.ids import BlockId, ConsumerId, TransferId
 from kvferry.layout.spans import from_spans
 from kvferry.protocol import reasons
@@ -35,15 +35,6 @@ class _Destination:
     @property
     def request(self) -> RequestId:
         return RequestId(self.receive.consumer)
-
-
-@dataclass(slots=True)
-class Reported:
-    """What a step's results come to."""
-
-    finished: Finished = field(default_factory=lambda: Finished(set(), set(), set()))
-    bad_blocks: set[BlockId] = field(default_factory=set)
-    events: list[Event] = field(default_factory=list)
 
 
 class WorkerConsumer:

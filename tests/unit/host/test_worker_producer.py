@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.connector.metadata import Ended, Sender
-from kvferry.connector.worker_producer import WorkerProducer
+from kvferry.host.events import Ended
+from kvferry.host.orders import Sender
+from kvferry.host.worker_producer import WorkerProducer
 from kvferry.protocol.commands import Released
 
 

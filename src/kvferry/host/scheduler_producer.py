@@ -12,19 +12,21 @@ status, and each rank reports `finished_sending` exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
-from kvferry.connector.facts import EngineFacts
-from kvferry.connector.metadata import FerryMetadata, PreemptAnswer, RankIndex, RequestId, Sender
-from kvferry.connector.pins import Pins
-from kvferry.connector.requests import EngineRequest, ended_normally, is_preempted
 from kvferry.handoff import PrefillParams, paired_by_request_id
+from kvferry.host.events import PreemptAnswer, RankIndex, RequestId
+from kvferry.host.facts import EngineFacts
+from kvferry.host.orders import Scheduled, Sender, StepOrders
+from kvferry.host.pins import Pins
+from kvferry.host.requests import EngineRequest, ended_normally, is_preempted
 from kvferry.ids import BlockId, TransferId
 from kvferry.layout.spans import to_spans
 from kvferry.protocol import reasons
-from kvferry.protocol.commands import Abandon, Advance, Command, Expect, Finish, Preempt
+from kvferry.protocol.commands import Abandon, Advance, Command, Expect, Finish, Preempt, Reclaim
+
+_UNWANTED = reasons.because(reasons.CANCELLED, "released by its router")
 
 
 @dataclass(slots=True)
@@ -38,6 +40,8 @@ class _Sending:
     fresh: list[BlockId] = field(default_factory=list)
     published: bool = False
     ended: bool = False
+    unwanted: bool = False
+    """Nobody will come for it, whoever dispatched it says."""
 
 
 @dataclass(slots=True)
@@ -48,16 +52,6 @@ class _Ticket:
     answered: set[RankIndex] = field(default_factory=set)
 
 
-@dataclass(frozen=True, slots=True)
-class _Scheduled:
-    """What a step does to one request. `blocks` replace all known ones when `replaced`."""
-
-    request: RequestId
-    computed_tokens: int
-    blocks: list[BlockId]
-    replaced: bool
-
-
 class SchedulerProducer:
     """All prefill requests of one engine that hand their KV over."""
 
@@ -65,13 +59,14 @@ class SchedulerProducer:
         self._facts = facts
         self._pins = pins
         self._requests: dict[RequestId, _Sending] = {}
-        self._transfers: set[TransferId] = set()
+        self._transfers: dict[TransferId, RequestId] = {}
         self._leaving: dict[RequestId, tuple[TransferId, set[RankIndex]]] = {}
         """Requests that ended unpublished, and the ranks that have not let go of the transfer yet: until
         then its id is taken, or a rank would take one request's end for another's."""
         self._senders: list[Sender] = []
         self._commands: list[Command] = []
-        self._held: set[RequestId] = set()
+        self._held: dict[RequestId, None] = {}
+        """In the order in which they ended."""
         self._tickets: dict[int, _Ticket] = {}
         self._next_ticket = 0
 
@@ -79,35 +74,44 @@ class SchedulerProducer:
         return len(self._requests)
 
     def expect(self, request: EngineRequest, params: PrefillParams) -> bool:
-        """A prefill request has arrived; False when its transfer id is in use by another one."""
+        """A prefill request has arrived; False when an earlier one still has its transfer id or its name."""
         transfer = params.transfer or paired_by_request_id(request.request_id)
-        if transfer in self._transfers:
+        name = request.request_id
+        if transfer in self._transfers or name in self._requests or name in self._leaving:
             return False
-        self._transfers.add(transfer)
+        self._transfers[transfer] = request.request_id
         self._requests[request.request_id] = _Sending(request, transfer)
         self._senders.append(Sender(transfer, request.request_id))
         self._commands.append(Expect(transfer, request.num_prompt_tokens, params.consumers))
         return True
 
-    def plan(self, step: Any, metadata: FerryMetadata) -> None:
-        """Add a step's part (`SchedulerOutput`) to its metadata."""
-        metadata.senders, self._senders = self._senders, []
-        metadata.commands += self._commands
+    def is_ours(self, request: RequestId) -> bool:
+        """Whether a request hands its KV over; all others need not be named to `plan`."""
+        return request in self._requests
+
+    def plan(
+        self, scheduled: Iterable[Scheduled], preempted: Iterable[RequestId], orders: StepOrders
+    ) -> None:
+        """Add what the ranks have to hear of a step to its orders.
+
+        `scheduled`: what the step computes of our requests. Not read while there are none.
+        """
+        orders.senders, self._senders = self._senders, []
+        orders.commands += self._commands
         self._commands = []
         if not self._requests:
             return
-        metadata.preempt = self._preempt(step.preempted_req_ids or ())
-        for scheduled in _scheduled(step, self._requests):
-            sending = self._requests[scheduled.request]
-            if scheduled.replaced:
-                sending.fresh = list(scheduled.blocks)
+        orders.preempt = self._preempt(preempted)
+        for one in scheduled:
+            sending = self._requests[one.request]
+            if one.replaced:
+                sending.fresh = list(one.blocks)
                 sending.blocks_published = sending.frontier = 0
             else:
-                sending.fresh += scheduled.blocks
-            tokens = scheduled.computed_tokens + step.num_scheduled_tokens[scheduled.request]
-            advance = self._advance(sending, min(tokens, sending.request.num_prompt_tokens))
+                sending.fresh += one.blocks
+            advance = self._advance(sending, min(one.stop, sending.request.num_prompt_tokens))
             if advance is not None:
-                metadata.advances.append(advance)
+                orders.advances.append(advance)
 
     def finish(self, request: EngineRequest) -> tuple[bool, TransferId | None]:
         """The engine ends a request: whether to keep its blocks, and the transfer that it hands over."""
@@ -116,20 +120,41 @@ class SchedulerProducer:
             return False, None
         sending.ended = True
         complete = sending.frontier >= request.num_prompt_tokens
-        handed_over = complete and ended_normally(request)
+        handed_over = complete and ended_normally(request) and not sending.unwanted
         if handed_over:
             self._commands.append(Finish(sending.transfer))
+        elif sending.unwanted:
+            self._commands.append(Abandon(sending.transfer, _UNWANTED))
         else:
             reason = reasons.INCOMPLETE if ended_normally(request) else reasons.ABANDONED
             detail = request.status.name.removeprefix("FINISHED_").lower()
             self._commands.append(Abandon(sending.transfer, reasons.because(reason, f"prefill {detail}")))
         if sending.published:
-            self._held.add(request.request_id)
+            self._held[request.request_id] = None
         else:
             self._pins.drop(request.request_id)
             del self._requests[request.request_id]
             self._leaving[request.request_id] = sending.transfer, set(self._facts.ranks)
         return sending.published, sending.transfer if handed_over else None
+
+    def reclaim(self) -> bool:
+        """Give up the longest held lease, unless its KV is travelling; False without one."""
+        for name in self._held:
+            self._commands.append(Reclaim(self._requests[name].transfer, reasons.STARVED))
+            # Should it be travelling, the next one's turn comes next.
+            del self._held[name]
+            self._held[name] = None
+            return True
+        return False
+
+    def release(self, transfer: TransferId) -> None:
+        """Whoever dispatched a transfer says that nobody will come for it; unknown ones are ignored."""
+        sending = self._requests.get(self._transfers.get(transfer, ""))
+        if sending is None:
+            return
+        sending.unwanted = True
+        if sending.ended:
+            self._commands.append(Reclaim(transfer, _UNWANTED))
 
     def rank_ended(self, rank: RankIndex, request: RequestId) -> None:
         """A rank has let go of a request's transfer."""
@@ -137,7 +162,7 @@ class SchedulerProducer:
         ranks.discard(rank)
         if transfer is not None and not ranks:
             del self._leaving[request]
-            self._transfers.discard(transfer)
+            self._transfers.pop(transfer, None)
 
     def released(self, requests: Iterable[RequestId]) -> None:
         """Every rank has let go of these requests' blocks."""
@@ -218,24 +243,7 @@ class SchedulerProducer:
 
     def _forget(self, request: RequestId) -> None:
         self._pins.drop(request)
-        self._held.discard(request)
+        self._held.pop(request, None)
         sending = self._requests.pop(request, None)
         if sending is not None:
-            self._transfers.discard(sending.transfer)
-
-
-def _scheduled(step: Any, wanted: dict[RequestId, _Sending]) -> Iterator[_Scheduled]:
-    """The step's entries of our requests: those that (re)start, then those that go on."""
-    for new in step.scheduled_new_reqs:
-        if new.req_id in wanted:
-            yield _Scheduled(new.req_id, new.num_computed_tokens, list(new.block_ids[0]), replaced=True)
-    cached = step.scheduled_cached_reqs
-    for index, name in enumerate(cached.req_ids):
-        if name in wanted:
-            blocks = cached.new_block_ids[index]
-            yield _Scheduled(
-                name,
-                cached.num_computed_tokens[index],
-                list(blocks[0]) if blocks else [],
-                replaced=name in cached.resumed_req_ids,
-            )
+            self._transfers.pop(sending.transfer, None)

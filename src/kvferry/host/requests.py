@@ -9,16 +9,36 @@ from kvferry.handoff import DecodeParams, PrefillParams, parse_request
 
 _NORMAL_ENDS = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
 PROBE_KEY = "probe"
+RELEASE_KEY = "release"
 
 
 class EngineRequest(Protocol):
     """vLLM's request, as far as the scheduler side reads it."""
 
-    request_id: str
-    num_prompt_tokens: int
-    kv_transfer_params: Any
-    sampling_params: Any
-    status: Any
+    @property
+    def request_id(self) -> str:
+        """The engine's own id of it."""
+        ...
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The prompt's length."""
+        ...
+
+    @property
+    def kv_transfer_params(self) -> Any:
+        """As they came over HTTP: hostile."""
+        ...
+
+    @property
+    def sampling_params(self) -> Any:
+        """vLLM's, or None."""
+        ...
+
+    @property
+    def status(self) -> Any:
+        """An enum by whose names the engine's states are known."""
+        ...
 
 
 def ended_normally(request: EngineRequest) -> bool:
@@ -39,6 +59,11 @@ def wants_prompt_logprobs(request: EngineRequest) -> bool:
 def is_probe(params: Any) -> bool:
     """Whether a prefill request only asks for this engine's coordinates."""
     return isinstance(params, dict) and params.get(PROBE_KEY) is True
+
+
+def is_release(params: Any) -> bool:
+    """Whether a prefill request only says that nobody will come for its transfer."""
+    return isinstance(params, dict) and params.get(RELEASE_KEY) is True
 
 
 def read_params(params: Any, *, produces: bool, consumes: bool) -> PrefillParams | DecodeParams | None:

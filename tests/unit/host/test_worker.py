@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.connector.metadata import Ended, FerryMetadata, PreemptAnswer, Sender
-from kvferry.connector.worker import FerryWorker
+from kvferry.host.events import Ended, PreemptAnswer
+from kvferry.host.metrics import BYTES, BYTES_EARLY
+from kvferry.host.orders import Sender, StepOrders
+from kvferry.host.worker import FerryWorker
 from kvferry.protocol.commands import (
     Advance,
     BlocksSafe,
@@ -37,11 +39,11 @@ def worker_of(agent, **changes):
 
 
 def prefill(worker, *advances, finish=False):
-    worker.begin(FerryMetadata(senders=[Sender("t", "r")], commands=[Expect("t", 64)]))
+    worker.begin(StepOrders(senders=[Sender("t", "r")], commands=[Expect("t", 64)]))
     for advance in advances:
-        step(worker, FerryMetadata(advances=[advance]))
+        step(worker, StepOrders(advances=[advance]))
     if finish:
-        worker.begin(FerryMetadata(commands=[Finish("t")]))
+        worker.begin(StepOrders(commands=[Finish("t")]))
 
 
 def step(worker, metadata, finished=()):
@@ -82,7 +84,7 @@ def test_a_synchronous_device_needs_no_gate(agent):
 def test_a_step_without_publications_records_nothing(agent):
     recorded = []
     worker = worker_of(agent, record=lambda: recorded.append(1) or (lambda: True))
-    step(worker, FerryMetadata())
+    step(worker, StepOrders())
     assert recorded == []
 
 
@@ -90,7 +92,7 @@ def test_kernel_blocks_are_what_the_agent_sees(agent):
     worker = worker_of(agent, ratio=2)
     prefill(worker, ADVANCE)
     assert agent.commands[1] == Advance("t", 64, 0, (((6, 8),),))
-    worker.begin(FerryMetadata(commands=[RECEIVE]))
+    worker.begin(StepOrders(commands=[RECEIVE]))
     assert agent.commands[2].groups == (((20, 4), (40, 6)),)
 
 
@@ -118,7 +120,7 @@ def test_a_request_that_was_never_published_is_not_reported(agent):
     prefill(worker, finish=True)
     agent.say(Released("t", "abandoned"))
     assert worker.collect(("r",)).finished.sending == set()
-    assert [event.reason for event in worker.take_report().events] == ["abandoned"]
+    assert [event.reason for event in worker.take_events()] == ["abandoned"]
 
 
 @pytest.mark.parametrize("result", [Released("x", "written"), BlocksSafe("x", "y"), Drained(7)])
@@ -146,7 +148,7 @@ def test_results_of_strangers_are_ignored(agent, result):
 )
 def test_bad_blocks_begin_with_the_first_that_is_not_wholly_good(agent, valid_until, bad):
     worker = worker_of(agent)
-    worker.begin(FerryMetadata(commands=[RECEIVE]))
+    worker.begin(StepOrders(commands=[RECEIVE]))
     agent.say(ReceiveFailed("t", "r", "peer_lost", valid_until, fenced=True))
     out = worker.collect(())
     assert out.finished.receiving == {"r"}
@@ -158,7 +160,7 @@ def test_bad_blocks_begin_with_the_first_that_is_not_wholly_good(agent, valid_un
 def test_an_old_engine_waits_for_the_fence_and_then_keeps_the_good_prefix(agent):
     """0.29 cannot throw a single request's prefix away, so the report waits."""
     worker = worker_of(agent, can_start_over=False)
-    worker.begin(FerryMetadata(commands=[RECEIVE]))
+    worker.begin(StepOrders(commands=[RECEIVE]))
     agent.say(ReceiveFailed("t", "r", "peer_silent", 48, fenced=False))
     assert worker.collect(()).finished.receiving == set()
     assert worker.take_bad_blocks() == set()
@@ -175,16 +177,16 @@ def test_an_old_engine_waits_for_the_fence_and_then_keeps_the_good_prefix(agent)
 )
 def test_lost_tokens_are_those_that_have_to_be_computed_here(agent, fenced, withdrawn, lost):
     worker = worker_of(agent)
-    worker.begin(FerryMetadata(commands=[RECEIVE]))
+    worker.begin(StepOrders(commands=[RECEIVE]))
     agent.say(ReceiveFailed("t", "r", "peer_lost", 48, fenced=fenced, cancelled=withdrawn))
     worker.collect(())
-    [ended] = [event for event in worker.take_report().events if isinstance(event, Ended)]
+    [ended] = [event for event in worker.take_events() if isinstance(event, Ended)]
     assert ended.lost_tokens == lost
 
 
 def test_a_failure_is_reported_once(agent):
     worker = worker_of(agent)
-    worker.begin(FerryMetadata(commands=[RECEIVE]))
+    worker.begin(StepOrders(commands=[RECEIVE]))
     agent.say(ReceiveFailed("t", "r", "peer_lost", 48, fenced=True))
     assert worker.collect(()).finished.receiving == {"r"}
     agent._results = [
@@ -201,11 +203,11 @@ def test_an_undrained_preemption_is_answered_twice(agent):
     worker = worker_of(agent)
     prefill(worker, ADVANCE)
     agent.drains = False
-    step(worker, FerryMetadata(preempt=Preempt(("t",), 5)))
-    assert worker.take_report().events == [PreemptAnswer(0, 5, drained=False)]
+    step(worker, StepOrders(preempt=Preempt(("t",), 5)))
+    assert worker.take_events() == [PreemptAnswer(0, 5, drained=False)]
     agent.say(Drained(5))
     worker.collect(())
-    assert worker.take_report().events == [PreemptAnswer(0, 5, drained=True)]
+    assert worker.take_events() == [PreemptAnswer(0, 5, drained=True)]
 
 
 def test_the_step_that_preempts_drains_before_it_submits(agent):
@@ -214,15 +216,15 @@ def test_the_step_that_preempts_drains_before_it_submits(agent):
     seen = []
     agent.drain = lambda transfers, timeout_seconds: seen.append(len(agent.commands)) or True
     count = len(agent.commands)
-    step(worker, FerryMetadata(preempt=Preempt(("t",), 1), commands=[Finish("t")]))
+    step(worker, StepOrders(preempt=Preempt(("t",), 1), commands=[Finish("t")]))
     assert seen == [count]
 
 
 def test_hand_over_and_write_times_are_measured(agent):
     clock = iter([0.0, 1.0, 2.0, 2.0, 2.5, 4.0, 7.0, 9.0]).__next__
     worker = worker_of(agent, clock=clock)
-    worker.begin(FerryMetadata(senders=[Sender("t", "p")], commands=[Expect("t", 64)]))
-    worker.begin(FerryMetadata(commands=[Finish("t"), RECEIVE]))
+    worker.begin(StepOrders(senders=[Sender("t", "p")], commands=[Expect("t", 64)]))
+    worker.begin(StepOrders(commands=[Finish("t"), RECEIVE]))
     agent.say(Released("t", "written"), Received("t", "r", 640))
     events = {event.request: event for event in worker.collect(("p",)).events}
     assert events["p"] == Ended(0, "p", "written", handover_seconds=1.0)
@@ -232,11 +234,10 @@ def test_hand_over_and_write_times_are_measured(agent):
 def test_statistics_are_what_has_been_added(agent):
     worker = worker_of(agent)
     agent.totals = {"bytes_posted": 100, "bytes_posted_early": 60}
-    first = worker.take_stats().data["counters"]
-    assert sorted(first.values()) == [60, 100]
-    assert worker.take_stats() is None
+    assert worker.take_moved() == {BYTES: 100, BYTES_EARLY: 60}
+    assert worker.take_moved() == {}
     agent.totals = {"bytes_posted": 150, "bytes_posted_early": 60}
-    assert list(worker.take_stats().data["counters"].values()) == [50]
+    assert worker.take_moved() == {BYTES: 50}
 
 
 def test_the_test_hook_damages_the_block_of_that_index_before_it_is_published(agent):
@@ -255,7 +256,8 @@ def test_closing_closes_the_agent(agent):
 def test_blocks_of_a_request_that_nobody_waits_for_are_not_named(agent):
     """They go back to the engine's pool with this report, where they may be another request's."""
     worker = worker_of(agent)
-    worker.begin(FerryMetadata(commands=[RECEIVE]))
+    worker.begin(StepOrders(commands=[RECEIVE]))
+    worker.begin(StepOrders())
     worker.collect(("r",))
     agent.say(ReceiveFailed("t", "r", "cancelled", 32, fenced=True, cancelled=True))
     assert worker.collect(()).finished.receiving == {"r"}
@@ -265,8 +267,8 @@ def test_blocks_of_a_request_that_nobody_waits_for_are_not_named(agent):
 def test_a_request_whose_forward_pass_raised_is_reported_all_the_same(agent):
     """The scheduler side keeps its blocks since it planned the publication; nobody else gives them back."""
     worker = worker_of(agent)
-    worker.begin(FerryMetadata(senders=[Sender("t", "r")], commands=[Expect("t", 64)]))
-    worker.save(FerryMetadata(advances=[ADVANCE]), succeeded=False)
+    worker.begin(StepOrders(senders=[Sender("t", "r")], commands=[Expect("t", 64)]))
+    worker.save(StepOrders(advances=[ADVANCE]), succeeded=False)
     assert ADVANCE not in agent.commands
     agent.say(Released("t", "abandoned"))
     assert worker.collect(("r",)).finished.sending == {"r"}
@@ -281,7 +283,7 @@ def test_kernel_blocks_are_counted_from_the_same_token(agent):
 def test_bad_blocks_of_whole_blocks_are_never_none(agent):
     """A failure that claims that everything is good is none that can be believed: the last block is bad."""
     worker = worker_of(agent)
-    worker.begin(FerryMetadata(commands=[Receive("t", "r", SOURCE, 32, 96, (((10, 4),),))]))
+    worker.begin(StepOrders(commands=[Receive("t", "r", SOURCE, 32, 96, (((10, 4),),))]))
     agent.say(ReceiveFailed("t", "r", "peer_lost", 96, fenced=True))
     worker.collect(())
     assert worker.take_bad_blocks() == {13}
@@ -290,11 +292,11 @@ def test_bad_blocks_of_whole_blocks_are_never_none(agent):
 def test_a_second_failure_of_a_quarantined_destination_is_no_second_end(agent):
     """Promise 8: exactly one outcome, and one quarantine."""
     worker = worker_of(agent)
-    worker.begin(FerryMetadata(commands=[RECEIVE]))
+    worker.begin(StepOrders(commands=[RECEIVE]))
     unfenced = ReceiveFailed("t", "r", "peer_silent", 48, fenced=False)
     agent.say(unfenced)
     assert worker.collect(()).finished.failed == {"r"}
-    assert len(worker.take_report().events) == 2
+    assert len(worker.take_events()) == 2
     agent._results = [unfenced]
     out = worker.collect(())
     assert (out.finished.failed, out.finished.receiving, out.events) == (set(), set(), [])
@@ -305,9 +307,9 @@ def test_a_second_failure_of_a_quarantined_destination_is_no_second_end(agent):
 def test_nobody_recomputes_for_a_request_that_has_gone(agent, how, fenced):
     """P52: no bad blocks, no new start; its blocks come back behind the fence and not before."""
     worker = worker_of(agent)
-    worker.begin(FerryMetadata(commands=[RECEIVE]))
-    if how == "command":
-        worker.begin(FerryMetadata(commands=[Withdraw("t", "r", SOURCE, "cancelled")]))
+    worker.begin(StepOrders(commands=[RECEIVE]))
+    withdrawal = [Withdraw("t", "r", SOURCE, "cancelled")] if how == "command" else []
+    worker.begin(StepOrders(commands=withdrawal))
     agent.say(ReceiveFailed("t", "r", "cancelled", 32, fenced=fenced))
     out = worker.collect(("r",) if how == "finished" else ())
     assert (out.finished.receiving, out.finished.failed) == ({"r"} if fenced else set(), set())
@@ -319,7 +321,7 @@ def test_nobody_recomputes_for_a_request_that_has_gone(agent, how, fenced):
 
 def test_safety_of_what_has_not_failed_says_nothing(agent):
     worker = worker_of(agent)
-    worker.begin(FerryMetadata(commands=[RECEIVE]))
+    worker.begin(StepOrders(commands=[RECEIVE]))
     agent.say(BlocksSafe("t", "r"))
     assert worker.collect(()).finished.receiving == set()
     agent.say(Received("t", "r", 1))

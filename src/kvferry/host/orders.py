@@ -1,0 +1,47 @@
+"""What a step of an engine carries from its scheduler to each of its ranks.
+
+Under asynchronous scheduling several steps are under way; each has its own orders.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvferry.host.events import RequestId
+from kvferry.ids import BlockId, TransferId
+from kvferry.protocol.commands import Advance, Command, Preempt
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """A prefill request of this engine: the request behind an `Expect`."""
+
+    transfer: TransferId
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """What a step does to one request: it computes up to token `stop`.
+
+    `blocks` are appended to its block table, or replace all of it when `replaced`.
+    """
+
+    request: RequestId
+    stop: int
+    blocks: list[BlockId]
+    replaced: bool
+
+
+@dataclass
+class StepOrders:
+    """One step's work for the ranks."""
+
+    senders: list[Sender] = field(default_factory=list)
+    """New prefill requests; their `Expect` is among the commands."""
+    commands: list[Command] = field(default_factory=list)
+    """To be submitted before the forward pass, in order."""
+    advances: list[Advance] = field(default_factory=list)
+    """True once this step's forward pass has succeeded, and not before."""
+    preempt: Preempt | None = None
+    """Blocks that the engine has taken away from these transfers."""
