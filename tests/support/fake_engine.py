@@ -1,7 +1,7 @@
 """Engines that only speak HTTP: they record what they are asked and answer as the test has planned.
 
 A fake engine takes one planned step per request, in order, and answers plainly when nothing is planned.
-Probes (requests whose `kv_transfer_params` say so) are answered at once and recorded apart.
+Probes and releases (requests whose `kv_transfer_params` say so) are answered at once and recorded apart.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ class FakeEngine:
         self.health_checks = 0
         self.requests: list[Received] = []
         self.probes: list[Received] = []
+        self.releases: list[Received] = []
         self.models: list[str] = ["tiny"]
         self.port = 0
         self._plan: deque[Step] = deque()
@@ -154,6 +155,9 @@ class FakeEngine:
         received = Received(request.path, request.headers, await request.json())
         if received.params.get("probe"):
             self.probes.append(received)
+            return web.json_response(self._answer(received, Step()))
+        if received.params.get("release"):
+            self.releases.append(received)
             return web.json_response(self._answer(received, Step()))
         step = self._plan.popleft() if self._plan else Step()
         async with self._arrived:

@@ -66,6 +66,10 @@ class RouterWorld:
             transports = [connection.transport for connection in server.connections]
             seen.append(sum(each.get_write_buffer_size() for each in transports if each is not None))
 
+    def prefill_answered(self) -> bool:
+        """Whether the router has read every prefill leg's answer."""
+        return not any(worker.in_flight for worker in self.router.pool.workers(Role.PREFILL))
+
     async def legs_ended(self) -> None:
         """Wait until no worker has a slot taken."""
         await until(lambda: not any(worker.in_flight for worker in self.router.pool.workers()))

@@ -9,6 +9,8 @@ The rules, in the order in which they are met:
 - A leg that is rejected (4xx) ends both legs: every engine would say the same.
 - A failed decode leg ends both legs; they are sent anew, with a new transfer.
 - A failed prefill leg is handled as `--on-prefill-failure` says, see `_Life._after_prefill_failure`.
+- A dispatch that ends unserved after its prefill leg has ended well leaves KV behind; the prefill engine is
+  told to release it, since the decode engine may never have heard of the request.
 - A prefill answer that shows another incarnation than the decode leg was sent to: both are sent anew.
 
 Nothing here runs after the client's first byte, so each of these restarts is invisible to the client. The
@@ -34,6 +36,7 @@ from kvferry.router.legs import Call, DecodeStream, Engines, LegError, PrefillAn
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.openai import Body, Endpoint, decode_body, prefill_body
 from kvferry.router.pool import Pool, Role, Worker, same_engine
+from kvferry.router.probe import release_body
 from kvferry.router.settings import OnPrefillFailure, RouterSettings
 
 logger = logging.getLogger(__name__)
@@ -97,7 +100,7 @@ class Served:
 
 
 class Background:
-    """Prefill legs that outlive their request, each for a bounded time."""
+    """What outlives its request, each for a bounded time: prefill legs, and releases of held KV."""
 
     def __init__(self, linger_seconds: float) -> None:
         self._linger_seconds = linger_seconds
@@ -108,7 +111,11 @@ class Background:
 
     def adopt(self, leg: asyncio.Task[PrefillAnswer]) -> None:
         """Let `leg` finish, or cancel it when its time is over."""
-        task = asyncio.create_task(self._linger(leg))
+        self.run(self._linger(leg))
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work`, which bounds its own time."""
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -169,8 +176,17 @@ class _Legs:
     """The prefill engine."""
     source: SourceParams
     """Where the decode leg was told to expect the KV from."""
+    transfer: TransferId
     prefill: asyncio.Task[PrefillAnswer]
     decode: asyncio.Task[Body | DecodeStream]
+
+    @property
+    def may_be_held(self) -> bool:
+        """Whether the prefill engine may keep KV, both legs having ended and decode not having been served.
+
+        A cancelled leg's engine may have ended it before it heard of that.
+        """
+        return self.prefill.cancelled() or self.prefill.exception() is None
 
     async def cancel(self) -> None:
         """End both, and give back what an answer that came too late holds."""
@@ -225,6 +241,7 @@ class _Life:
             answer = await self._outcome(legs)
         except BaseException:
             await legs.cancel()
+            self._release(legs)
             raise
         return Served(answer, Cause.NONE, legs.prefill, self._dispatcher.background)
 
@@ -242,9 +259,20 @@ class _Life:
         return _Legs(
             worker=prefill,
             source=source,
+            transfer=transfer,
             decode=_leg_task(self._decode(decode, decode_call)),
             prefill=_leg_task(self._dispatcher.engines.prefill(prefill, prefill_call)),
         )
+
+    def _release(self, legs: _Legs) -> None:
+        """Give back what a decode leg leaves behind that its engine may never have heard of."""
+        if not legs.may_be_held or legs.source.incarnation is None:
+            # An engine with another connector would take the release for a request; its lease ends by itself.
+            return
+        model = self._prompt.body.get("model")
+        body = msgspec.json.encode(release_body(model, legs.transfer))
+        call = Call(Endpoint.COMPLETIONS.value, body, self._headers())
+        self._dispatcher.background.run(self._dispatcher.engines.release(legs.worker, call))
 
     async def _outcome(self, legs: _Legs) -> Body | DecodeStream:
         """Wait for the decode leg, minding what the prefill leg does before."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -24,8 +25,12 @@ from kvferry.router.pool import Pool, Worker
 from kvferry.router.settings import RouterSettings
 from kvferry.router.sse import EventSplitter, EventTooLongError, data_of
 
+logger = logging.getLogger(__name__)
+
 _ERROR_BYTES_MAX = 1 << 20
 _END_OF_BODY_SECONDS = 0.5
+RELEASE_SECONDS_MAX = 10.0
+"""A release that takes longer is given up; the lease of what it was for ends by itself."""
 _EVENT_STREAM = "text/event-stream"
 
 
@@ -213,6 +218,14 @@ class Engines:
                 raw = await _read_bounded(worker, response, self._settings.answer_bytes_max)
         self._observe(worker, "answer", started)
         return _object(worker, raw)
+
+    async def release(self, worker: Worker, call: Call) -> None:
+        """Tell a prefill engine that nobody will come for a transfer. A lease ends where this fails."""
+        try:
+            async with asyncio.timeout(RELEASE_SECONDS_MAX), await self._post(worker, call) as response:
+                await _read_bounded(worker, response, self._settings.answer_bytes_max)
+        except (LegError, aiohttp.ClientError, TimeoutError) as error:
+            logger.info("%s could not be told of a release: %s", worker.url, error)
 
     async def stream(self, worker: Worker, call: Call) -> DecodeStream:
         """Start a streamed decode leg and wait for its first event.

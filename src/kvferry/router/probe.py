@@ -1,4 +1,4 @@
-"""Learning a prefill engine's coordinates by asking it: one token, for a consumer that never comes."""
+"""What the router itself asks of a prefill engine, each by a request of one token: coordinates, a release."""
 
 from __future__ import annotations
 
@@ -62,6 +62,19 @@ def probe_body(model: str) -> dict[str, Any]:
         "ignore_eos": True,
         "stream": False,
         PARAMS: params | {"probe": True},
+    }
+
+
+def release_body(model: object, transfer: TransferId) -> dict[str, Any]:
+    """A request by which a kvferry engine releases what it holds for `transfer`; it computes one token."""
+    params = PrefillParams(transfer=transfer, consumers=1).to_params()
+    return {
+        "model": model,
+        "prompt": "release",
+        "max_tokens": 1,
+        "ignore_eos": True,
+        "stream": False,
+        PARAMS: params | {"release": True},
     }
 
 

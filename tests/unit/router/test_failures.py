@@ -9,6 +9,7 @@ import json
 import aiohttp
 import pytest
 
+from kvferry.ids import TransferId
 from kvferry.router.dispatch import _Legs
 from kvferry.router.legs import DecodeStream
 from kvferry.router.pool import Role, Worker
@@ -285,7 +286,8 @@ async def test_a_stream_that_arrives_while_its_request_ends_is_closed() -> None:
     decode = asyncio.create_task(answered())
     await decode
     prefill = asyncio.create_task(asyncio.Event().wait())
-    legs = _Legs(worker=Worker("http://p", Role.PREFILL), source=source(), prefill=prefill, decode=decode)
+    worker, transfer = Worker("http://p", Role.PREFILL), TransferId("transfer-one")
+    legs = _Legs(worker=worker, source=source(), transfer=transfer, prefill=prefill, decode=decode)
     await legs.cancel()
     await closed.wait()
     assert prefill.cancelled()
