@@ -12,7 +12,7 @@ WORKERS ?= 2
 SETUP_INPUTS := pyproject.toml scripts/setup.sh $(wildcard requirements/*.txt)
 
 .DEFAULT_GOAL := setup
-.PHONY: setup demo test test-fast test-integration test-long compat lint format types contracts coverage clean
+.PHONY: setup demo test test-fast test-integration test-long simulate compat lint format types contracts coverage clean
 
 setup: $(READY)
 
@@ -27,7 +27,7 @@ $(COMPAT_READY): $(SETUP_INPUTS)
 demo: $(READY)
 	$(BIN)/kvferry demo
 
-test: lint types contracts test-fast test-integration
+test: lint types contracts test-fast simulate test-integration
 
 lint: $(READY)
 	$(BIN)/ruff check
@@ -46,6 +46,13 @@ contracts: $(READY)
 test-fast: $(READY)
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not integration and not long"
 
+# Histories of the protocol that no earlier run has seen are found by other seeds: SEEDS=N FROM=S.
+SEEDS ?= 1000
+FROM ?= 0
+
+simulate: $(READY)
+	$(BIN)/kvferry simulate --seeds $(SEEDS) --from $(FROM) --jobs $(WORKERS)
+
 test-integration: $(READY)
 	$(BIN)/python -m pytest -q -m "integration and not long" --timeout 300
 
@@ -62,5 +69,5 @@ coverage: $(READY)
 	$(BIN)/coverage report
 
 clean:
-	rm -rf .venv .venv-* build dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
+	rm -rf .venv .venv-* build dist demo-output soak-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

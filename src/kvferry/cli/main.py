@@ -28,6 +28,11 @@ COMMANDS = {
         "kvferry.cli.selftest",
         "move KV between two processes' memory, CPU or GPU, and verify every byte",
     ),
+    "soak": ("kvferry.cli.soak", "kill and stop engines under load, and check that nothing is lost"),
+    "simulate": (
+        "kvferry.cli.simulate",
+        "prove the protocol in made-up histories with faults, and try whether planted faults are found",
+    ),
     "bench": ("kvferry.cli.bench", "measure one part of kvferry, e.g. what its hooks cost an engine"),
     "tiny-model": ("kvferry.cli.tiny_model", "write a small random model for tests and demos"),
     "version": ("kvferry.cli.version", "print the versions of kvferry, vLLM, NIXL and torch"),

@@ -1,0 +1,176 @@
+"""Hand-made histories for the simulator's checkers: one producer engine P and one consumer engine D."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvferry.ids import ConsumerId, EngineId, PeerName, TransferId
+from kvferry.layout.spans import to_spans
+from kvferry.protocol.commands import Advance, Command, Preempt, Receive, Result, Source
+from kvferry.simulator.checkers.base import Checker
+from kvferry.simulator.checkers.ledger import Ledger
+from kvferry.simulator.events import (
+    BlocksReturned,
+    BlocksTaken,
+    Commanded,
+    DecodeEnded,
+    DecodeStarted,
+    EngineCrashed,
+    EngineStarted,
+    Healed,
+    Landed,
+    Observed,
+    Posted,
+    PostEnded,
+    Reported,
+    RequestEnded,
+)
+from kvferry.transport.base import PostState
+
+PRODUCER, CONSUMER = EngineId("P"), EngineId("D")
+P0, P1 = PeerName("P/1/tp0"), PeerName("P/1/tp1")
+D0, D1 = PeerName("D/1/tp0"), PeerName("D/1/tp1")
+T = TransferId("t")
+C = ConsumerId("c")
+SOURCE = Source(PRODUCER, "p", 1)
+
+
+@dataclass
+class FakeOracle:
+    """A world's memory, as a set of what is wrong in it."""
+
+    wrong: set[tuple[PeerName, int]] = field(default_factory=set)
+    """Ranks and blocks whose bytes are another's."""
+    left: list[str] = field(default_factory=list)
+    is_calm: bool = False
+    delay_seconds: float = 0.2
+
+    def mismatch(
+        self, rank: PeerName, prompt: int, start: int, stop: int, blocks: Sequence[int]
+    ) -> str | None:
+        """Blocks of four tokens each."""
+        used = blocks[: -(-(stop - start) // 4)]
+        bad = [block for block in used if (rank, block) in self.wrong]
+        return f"blocks {bad} of prompt {prompt}" if bad else None
+
+    def prompt_of(self, transfer: TransferId, consumer: ConsumerId) -> int | None:
+        """Every request has prompt 7."""
+        return 7
+
+    def remains(self) -> Iterable[str]:
+        """What the test has put there."""
+        return self.left
+
+
+class History:
+    """Feeds events to the ledger and to one checker, one after the other, a second apart."""
+
+    def __init__(self, checker: type[Checker], *, tp: int = 1, calm: bool = False) -> None:
+        self.oracle = FakeOracle(is_calm=calm)
+        self.ledger = Ledger()
+        parts = {"ledger": self.ledger, "oracle": self.oracle}
+        wanted = checker.__init__.__annotations__
+        self.checker = checker(**{name: part for name, part in parts.items() if name in wanted})
+        self.now = 0.0
+        self.producers, self.consumers = (P0, P1)[:tp], (D0, D1)[:tp]
+        self.start(PRODUCER, self.producers)
+        self.start(CONSUMER, self.consumers)
+
+    @property
+    def found(self) -> list[str]:
+        """What the checker has found so far."""
+        return [violation.what for violation in self.checker.violations]
+
+    def finish(self) -> list[str]:
+        """End the history; what has been found."""
+        self.checker.finish()
+        return self.found
+
+    def see(self, event: Observed) -> None:
+        """Feed one event."""
+        self.ledger.observe(event)
+        self.checker.observe(event)
+
+    def _tick(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    def start(self, engine: EngineId, ranks: tuple[PeerName, ...]) -> None:
+        """An engine with 32 blocks starts."""
+        self.see(EngineStarted(self._tick(), engine, ranks, 32))
+
+    def crash(self, engine: EngineId) -> None:
+        """An engine of the first generation dies."""
+        ranks = self.producers if engine == PRODUCER else self.consumers
+        self.see(EngineCrashed(self._tick(), engine, ranks))
+
+    def command(self, rank: PeerName, *commands: Command) -> None:
+        """A host tells a rank."""
+        for command in commands:
+            self.see(Commanded(self._tick(), rank, command))
+
+    def report(self, rank: PeerName, *results: Result) -> None:
+        """A rank tells its host."""
+        for result in results:
+            self.see(Reported(self._tick(), rank, result))
+
+    def take(self, engine: EngineId, *blocks: int, owner: str = "request") -> None:
+        """A pool gives blocks out."""
+        self.see(BlocksTaken(self._tick(), engine, blocks, owner))
+
+    def give(self, engine: EngineId, *blocks: int) -> None:
+        """A pool gets blocks back."""
+        self.see(BlocksReturned(self._tick(), engine, blocks))
+
+    def post(
+        self,
+        handle: int,
+        sources: Sequence[int],
+        targets: Sequence[int],
+        rank: PeerName = P0,
+        to: PeerName = D0,
+    ) -> None:
+        """A rank posts a WRITE."""
+        self.see(Posted(self._tick(), rank, to, handle, tuple(sources), tuple(targets)))
+
+    def land(self, handle: int, rank: PeerName = P0, to: PeerName = D0) -> None:
+        """A piece of a WRITE lands."""
+        self.see(Landed(self._tick(), rank, to, handle))
+
+    def end_post(self, handle: int, rank: PeerName = P0, to: PeerName = D0) -> None:
+        """The initiator sees a WRITE done."""
+        self.see(PostEnded(self._tick(), rank, to, handle, PostState.DONE))
+
+    def decode(self, blocks: Sequence[int], tokens: int, request: str = "c") -> None:
+        """The consumer engine starts decoding."""
+        ranks = self.consumers
+        self.see(DecodeStarted(self._tick(), CONSUMER, ranks, request, 7, tokens, tuple(blocks)))
+
+    def end_decode(self, request: str = "c") -> None:
+        """The consumer engine ends a decode request."""
+        self.see(DecodeEnded(self._tick(), CONSUMER, request, preempted=False))
+
+    def end(self, engine: EngineId, outcome: str, request: str = "c") -> None:
+        """An engine counts a request's outcome."""
+        consumer = C if engine == CONSUMER else None
+        self.see(RequestEnded(self._tick(), engine, request, T, consumer, outcome))
+
+    def heal(self, deadline_seconds: float) -> None:
+        """Faults stop."""
+        self.see(Healed(self._tick(), deadline_seconds))
+
+
+def receive(blocks: Sequence[int], start: int = 0, stop: int = 8, consumer: ConsumerId = C) -> Receive:
+    """A destination in `blocks`."""
+    return Receive(T, consumer, SOURCE, start, stop, (to_spans(list(blocks)),))
+
+
+def advance(blocks: Sequence[int], frontier: int = 8, first_block: int = 0) -> Advance:
+    """KV in `blocks`."""
+    return Advance(T, frontier, first_block, (to_spans(list(blocks)),))
+
+
+def preempt(ticket: int) -> Preempt:
+    """The transfer's blocks are taken away."""
+    return Preempt((T,), ticket)

@@ -1,0 +1,381 @@
+"""`kvferry simulate`: exit codes, last lines, what it prints, and every wrong use; on a made-up simulation.
+
+The simulation's real one is run by `tests/simulation`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import kvferry
+from kvferry.cli import main as cli
+from kvferry.cli import simulate as command
+from kvferry.simulator import batch, mutation
+from kvferry.simulator.options import FAULTS, Options
+from kvferry.simulator.outcome import Outcome
+from kvferry.simulator.table import Grid
+from tests.support import fake_simulation as fake
+
+Run = Callable[..., tuple[int, list[str]]]
+GRID = Grid(("posted", "decoding"), ("D abort", "late"), {("decoding", "D abort"): "nobody can"})
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command on the fake simulation: exit code and lines."""
+    use(monkeypatch, fake.simulate)
+    monkeypatch.setattr(command, "_grid", lambda: GRID)
+
+    def call(*arguments: str) -> tuple[int, list[str]]:
+        code = cli.main(["simulate", *arguments])
+        captured = capsys.readouterr()
+        return code, (captured.out + captured.err).splitlines()
+
+    return call
+
+
+def use(monkeypatch: pytest.MonkeyPatch, simulate: Callable[..., Outcome]) -> None:
+    module = ModuleType("kvferry.simulator.run")
+    module.simulate = simulate  # type: ignore[attr-defined] - it is made here
+    monkeypatch.setitem(sys.modules, "kvferry.simulator.run", module)
+
+
+# --- many seeds -----------------------------------------------------------------------------------
+
+
+def test_without_a_violation_it_exits_with_0_and_says_the_figures_last(run: Run) -> None:
+    code, lines = run("--seeds", "6", "--jobs", "1")
+    assert code == 0
+    assert re.fullmatch(r"6 seeds, 0 violations, 42 transfers, \d+\.\d s", lines[-1])
+
+
+def test_large_figures_are_readable(run: Run) -> None:
+    _, lines = run("--seeds", "1003", "--from", "10007", "--jobs", "1", "--stop-after", "1000", "--no-shrink")
+    assert re.fullmatch(r"1,003 seeds, 101 violations in 101 seeds, 7,021 transfers, .* s", lines[-1])
+
+
+def test_a_failing_seed_is_printed_with_its_replay_and_shrunk(run: Run) -> None:
+    code, lines = run("--seeds", "10", "--jobs", "1")
+    assert code == 1
+    assert lines[:2] == [
+        "seed 7: promise 2 at 2.050000 s: a late write of transfer-1 in seed 7",
+        "    kvferry simulate --replay 7 --world small",
+    ]
+    at = next(index for index, line in enumerate(lines) if "shrunk" in line)
+    assert re.fullmatch(r"seed 7: 12 workload items and faults shrunk to 2 in \d+ runs", lines[at])
+    assert lines[at + 1 : at + 4] == [
+        "    3: item 3",
+        "    8: item 8",
+        "    kvferry simulate --replay 7 --world small --drop 0-2,4-7,9-11",
+    ]
+    assert re.fullmatch(r"10 seeds, 1 violation in 1 seed, 70 transfers, \d+\.\d s", lines[-1])
+
+
+def test_it_stops_after_so_many_failures(run: Run) -> None:
+    code, lines = run("--seeds", "1000", "--jobs", "1", "--stop-after", "2", "--no-shrink")
+    assert code == 1
+    assert lines[-1].startswith("18 seeds, 2 violations in 2 seeds, 126 transfers, ")
+    assert not any("shrunk" in line for line in lines)
+
+
+def test_several_processes_find_the_same(run: Run) -> None:
+    code, lines = run("--seeds", "20", "--jobs", "2", "--no-shrink")
+    assert code == 1
+    assert sum(line.startswith("    kvferry simulate --replay") for line in lines) == 2
+    assert lines[-1].startswith("20 seeds, 2 violations in 2 seeds, 140 transfers, ")
+
+
+def test_the_coverage_is_shown_and_gaps_are_named(run: Run) -> None:
+    _, lines = run("--seeds", "6", "--jobs", "1")
+    assert "| fault | posted | decoding |" in lines
+    assert "| D abort | 6 | n/a |" in lines
+    assert "- posted: late" in lines
+    assert any(line.startswith("- source: unknown + expect, unknown + end, ") for line in lines)
+    assert any(line.startswith("coverage: 1 of ") for line in lines)
+    assert "requests: completed 12" in lines
+
+
+def test_the_coverage_goes_into_a_file_when_asked(run: Run, tmp_path: Path) -> None:
+    page = tmp_path / "coverage.md"
+    _, lines = run(
+        "--seeds", "6", "--from", "10", "--jobs", "1", "--faults", "crash", "--coverage", str(page)
+    )
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("# Coverage of 6 seeds (10 to 15) of the small world, faults: crash\n")
+    assert "### delivery" in text
+    assert not any(line.startswith("|") for line in lines)
+
+
+def test_an_interrupt_tells_what_was_done(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(seed: int, options: object, **keywords: object) -> Outcome:
+        if seed == 3:
+            raise KeyboardInterrupt
+        return fake.simulate(seed, options, **keywords)
+
+    use(monkeypatch, interrupted)
+    code, lines = run("--seeds", "9", "--jobs", "1")
+    assert code == 130
+    assert lines[-1].startswith("interrupted after 3 seeds, 0 violations, 21 transfers, ")
+
+
+PROGRAM = """
+import sys, types
+from tests.support import fake_simulation
+module = types.ModuleType("kvferry.simulator.run")
+module.simulate = fake_simulation.simulate
+sys.modules["kvferry.simulator.run"] = module
+from kvferry.cli.main import main
+sys.exit(main(["simulate", "--seeds", "1000000", "--jobs", "2"]))
+"""
+
+
+def test_an_interrupt_from_a_terminal_is_clean() -> None:
+    """A terminal interrupts every process of the group; only the first one may answer."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("seed ")
+        os.killpg(process.pid, signal.SIGINT)
+        out, errors = process.communicate(timeout=15)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert re.match(r"interrupted after [\d,]+ seeds, [\d,]+ violations? in ", out.splitlines()[-1])
+    assert "Traceback" not in errors
+    assert "KeyboardInterrupt" not in errors
+
+
+def test_options_reach_the_simulation(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    def noting(seed: int, options: object, **keywords: object) -> Outcome:
+        seen.append((seed, options.world, options.faults))
+        return fake.simulate(seed, options, **keywords)
+
+    use(monkeypatch, noting)
+    run("--seeds", "1", "--from", "4", "--jobs", "1", "--world", "tall", "--faults", "crash, abort")
+    run("--seeds", "1", "--jobs", "1", "--faults", "none")
+    run("--seeds", "1", "--jobs", "1")
+    assert seen == [
+        (4, "tall", {"crash", "abort"}),
+        (0, "small", frozenset()),
+        (0, "small", frozenset(FAULTS)),
+    ]
+
+
+def test_a_thousand_seeds_of_the_small_world_are_the_default(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[batch.Batch] = []
+    monkeypatch.setattr(batch, "run_batch", lambda one: asked.append(one) or (part for part in ()))
+    code, lines = run()
+    assert code == 0
+    assert (asked[0].first, asked[0].count, asked[0].stop_after) == (0, 1000, None)
+    assert asked[0].jobs >= 1
+    assert lines[-1].startswith("0 seeds, 0 violations, 0 transfers")
+
+
+# --- one seed -------------------------------------------------------------------------------------
+
+
+def test_a_replay_shows_every_event_and_its_hash(run: Run) -> None:
+    code, lines = run("--replay", "6")
+    assert code == 0
+    outcome = fake.simulate(6, Options())
+    assert "sends the prefill leg of transfer-1 to P0 as prefill-1" in lines[2]
+    assert len(lines) == outcome.events + 1
+    assert re.fullmatch(
+        rf"seed 6: 0 violations, 7 transfers, {outcome.events} events, trace hash {outcome.trace_hash}, .* s",
+        lines[-1],
+    )
+
+
+def test_a_replay_of_a_failing_seed_names_its_violations(run: Run) -> None:
+    code, lines = run("--replay", "7")
+    assert code == 1
+    assert "VIOLATION of promise 2 at 2.050000 s: a late write of transfer-1 in seed 7" in lines
+    assert lines[-1].startswith("seed 7: 1 violation, 7 transfers, ")
+
+
+def test_a_replay_leaves_out_what_is_dropped(run: Run) -> None:
+    assert run("--replay", "7", "--drop", "0-2, 4-7,9-11")[0] == 1
+    assert run("--replay", "7", "--drop", "8")[0] == 0
+
+
+def test_a_replay_that_differs_from_its_second_run_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake, "PLANTED", [])
+    use(monkeypatch, fake.unsteady)
+    code, lines = run("--replay", "1")
+    assert code == 1
+    assert "NOT DETERMINISTIC: a second run has trace hash hash-2" in lines
+    at = lines.index("line 4 was")
+    assert lines[at + 1 : at + 4] == ["line of run 1", "and is", "line of run 2"]
+
+
+def test_a_timeline_is_written(run: Run, tmp_path: Path) -> None:
+    picture = tmp_path / "life.svg"
+    code, lines = run("--replay", "7", "--timeline", str(picture))
+    assert code == 1
+    text = picture.read_text(encoding="utf-8")
+    assert text.startswith("<svg ")
+    assert "seed 7 of the small world: promise 2 broken" in text
+    assert f"{picture} shows transfer transfer-1" in lines
+
+
+def test_the_transfer_to_draw_can_be_chosen(run: Run, tmp_path: Path) -> None:
+    picture = tmp_path / "life.svg"
+    run("--replay", "6", "--timeline", str(picture), "--transfer", "transfer-2")
+    assert "transfer transfer-2; 0 ms is" in picture.read_text(encoding="utf-8")
+    code, lines = run("--replay", "6", "--timeline", str(picture), "--transfer", "x")
+    assert code == 2
+    assert lines[-1].startswith("kvferry: --transfer x is not in this history; it has transfer-1")
+
+
+# --- planted faults -------------------------------------------------------------------------------
+
+
+class Planted:
+    """A mutant that no process needs."""
+
+    def __init__(self, name: str, *, blind: bool = False) -> None:
+        self.name, self.promise, self.what, self.blind = name, "4", f"what {name} does", blind
+
+
+@pytest.fixture
+def mutants(monkeypatch: pytest.MonkeyPatch) -> list[mutation.Trial]:
+    """Three mutants, tried in this process: one is not found. The list is of the trials."""
+    listed = [Planted("early"), Planted("late", blind=True), Planted("sly", blind=True)]
+    verdicts = {
+        "early": mutation.Verdict("early", 3, 1, 2, mutation.Counter({4: 1}), "found early"),
+        "late": mutation.Verdict("late", 1700, 2, 1234, mutation.Counter({6: 1, 5: 1}), "found late"),
+        "sly": mutation.Verdict("sly", 2000, 0, None, unsound=1),
+    }
+    trials: list[mutation.Trial] = []
+
+    def run_trials(asked: list[mutation.Trial], *, jobs: int) -> Iterator[mutation.Verdict]:
+        trials.extend(asked)
+        return (verdicts[trial.mutant] for trial in asked)
+
+    monkeypatch.setattr(mutation, "load", lambda checkout: listed)
+    monkeypatch.setattr(mutation, "run_trials", run_trials)
+    return trials
+
+
+def test_all_mutants_found_is_success(run: Run, mutants: list[mutation.Trial]) -> None:
+    code, lines = run("--mutants", "early", "late")
+    assert code == 0
+    assert lines[:4] == [
+        "found     early: in 1 of 3 seeds, first 2, by promise 4; breaks 4: what early does",
+        "              found early",
+        "found     late (blind): in 2 of 1,700 seeds, first 1234, by promise 6, 5; breaks 4: what late does",
+        "              found late",
+    ]
+    assert re.fullmatch(r"2 mutants, 2 found \(1 of 1 blind ones\), 0 survived, .* s", lines[-1])
+
+
+def test_a_survivor_is_a_failure_and_is_named(run: Run, mutants: list[mutation.Trial]) -> None:
+    code, lines = run("--mutants")
+    assert code == 1
+    tried = "0 of 2,000 seeds (not counting 1 that fail without it)"
+    assert f"SURVIVED  sly (blind): found in {tried}; breaks 4: what sly does" in lines
+    assert lines[-2] == "survivors: sly"
+    assert re.fullmatch(r"3 mutants, 2 found \(1 of 2 blind ones\), 1 survived, .* s", lines[-1])
+
+
+def test_a_mutant_has_two_thousand_seeds_and_stops_at_the_first_find(
+    run: Run, mutants: list[mutation.Trial]
+) -> None:
+    run("--mutants", "early")
+    run("--mutants", "early", "--mutant-seeds-all", "--seeds", "50", "--from", "9", "--world", "both")
+    first, second = mutants
+    assert (first.first, first.count, first.found_enough, first.options.world) == (0, 2000, 1, "small")
+    assert (second.first, second.count, second.found_enough, second.options.world) == (9, 50, None, "both")
+
+
+def test_an_unknown_mutant_is_wrong_use(run: Run, mutants: list[mutation.Trial]) -> None:
+    code, lines = run("--mutants", "x")
+    assert code == 2
+    assert lines == ["kvferry: --mutants: unknown x; known are early, late, sly"]
+
+
+def test_mutants_need_a_checkout(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(kvferry, "__file__", str(tmp_path / "kvferry" / "__init__.py"))
+    monkeypatch.chdir(tmp_path)
+    code, lines = run("--mutants")
+    assert code == 2
+    assert lines[-1].startswith("kvferry: --mutants needs a checkout of kvferry")
+
+
+def test_the_checkout_may_be_where_one_stands(
+    run: Run, mutants: list[mutation.Trial], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    root = Path(__file__).parents[3]
+    monkeypatch.setattr(kvferry, "__file__", str(tmp_path / "kvferry" / "__init__.py"))
+    monkeypatch.chdir(root / "docs")
+    assert run("--mutants", "early")[0] == 0
+    assert mutants[0].checkout == root
+
+
+# --- wrong use ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--seeds", "0"), "--seeds must be at least 1, not 0"),
+        (("--jobs", "-1"), "--jobs must be at least 1, not -1"),
+        (("--stop-after", "0"), "--stop-after must be at least 1, not 0"),
+        (("--from", "-1"), "--from must not be negative, -1 is"),
+        (("--replay", "-1"), "--replay must not be negative, -1 is"),
+        (("--world", "flat"), "world 'flat' is unknown; use one of small, both, wide, tall, long, calm"),
+        (("--faults", "crash,rain"), "faults rain are unknown; use some of abort, "),
+        (("--drop", "3"), "--drop goes with --replay SEED"),
+        (("--timeline", "x.svg"), "--timeline goes with --replay SEED"),
+        (("--replay", "1", "--drop", "3,x"), "--drop: 'x' is neither a number nor a range like 7-9"),
+        (("--replay", "1", "--drop", "3-"), "--drop: '3-' is neither"),
+        (("--replay", "1", "--transfer", "t"), "--transfer says what --timeline draws; add --timeline FILE"),
+        (("--replay", "1", "--mutants"), "--replay and --mutants do not go together; choose one"),
+        (("--mutant-seeds-all",), "--mutant-seeds-all goes with --mutants"),
+        (("--replay", "1", "--stop-after", "2"), "--stop-after goes with neither --replay nor --mutants"),
+        (("--mutants", "--coverage", "x.md"), "--coverage goes with neither --replay nor --mutants"),
+        (
+            ("--coverage", "/nowhere/at/all.md"),
+            "--coverage: there is no directory /nowhere/at; make it first",
+        ),
+        (("--replay", "1", "--timeline", "/nowhere/x.svg"), "--timeline: there is no directory /nowhere;"),
+    ],
+)
+def test_wrong_use_is_one_line_and_code_2(run: Run, arguments: tuple[str, ...], message: str) -> None:
+    code, lines = run(*arguments)
+    assert code == 2
+    assert len(lines) == 1
+    assert lines[0].startswith(f"kvferry: {message}")
+
+
+def test_processes_are_ended_when_the_printing_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk or a closed pipe must not leave workers behind."""
+
+    def closed(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(command, "_say", closed)
+    with pytest.raises(BrokenPipeError):
+        run("--seeds", "1000", "--jobs", "2")
+    assert multiprocessing.active_children() == []

@@ -1,0 +1,57 @@
+"""The count of transitions: what is counted, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.errors import PeerError
+from kvferry.protocol.states import (
+    DELIVERY,
+    PART,
+    RECEPTION,
+    SOURCE,
+    PartEvent,
+    PartState,
+    ReceptionEvent,
+    ReceptionState,
+    SourceEvent,
+    SourceState,
+)
+from kvferry.simulator.coverage import PAIRS, recording, unvisited
+
+
+def test_every_listed_pair_is_known_once() -> None:
+    tables = (SOURCE, DELIVERY, RECEPTION, PART)
+    assert len(set(PAIRS)) == len(PAIRS) == sum(len(t.transitions) + len(t.late) for t in tables)
+
+
+def test_transitions_and_late_events_are_counted() -> None:
+    with recording() as counts:
+        assert SOURCE.next(SourceState.UNKNOWN, SourceEvent.EXPECT) is SourceState.QUEUED
+        assert SOURCE.next(SourceState.HELD, SourceEvent.ADVANCE) is SourceState.HELD
+        for _ in range(2):
+            assert PART.next(PartState.TOLD, PartEvent.LOST) is PartState.LOST
+    assert counts == {
+        ("source", "unknown", "expect"): 1,
+        ("source", "held", "advance"): 1,
+        ("part", "told", "lost"): 2,
+    }
+    assert ("part", "told", "lost") not in unvisited(counts)
+    assert len(unvisited(counts)) == len(PAIRS) - 3
+
+
+def test_an_impossible_pair_raises_and_is_not_counted() -> None:
+    with recording() as counts, pytest.raises(PeerError):
+        RECEPTION.next(ReceptionState.ENDED, ReceptionEvent.RECEIVE)
+    assert counts == {}
+
+
+def test_nothing_is_counted_after_the_end_and_inner_recordings_nest() -> None:
+    with recording() as outer:
+        with recording() as inner:
+            PART.next(PartState.UNTOLD, PartEvent.TELL)
+        PART.next(PartState.UNTOLD, PartEvent.TELL)
+    PART.next(PartState.UNTOLD, PartEvent.TELL)
+    key = ("part", "untold", "tell")
+    assert (outer, inner) == ({key: 2}, {key: 1})
+    assert all("next" not in vars(table) for table in (SOURCE, DELIVERY, RECEPTION, PART))
