@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 from kvferry.agent.agent import Agent
 from kvferry.agent.directory import Directory, RankEntry
-from kvferry.ids import ConsumerId, TransferId
+from kvferry.errors import PeerLostError
+from kvferry.ids import ConsumerId, PeerName, TransferId
 from kvferry.layout.spans import to_spans
 from kvferry.layout.spec import encode_spec
-from kvferry.protocol.commands import Advance, Expect, Finish, Received, Released, Result
+from kvferry.protocol.commands import Advance, Expect, Finish, Received, ReceiveFailed, Released, Result
 from kvferry.protocol.limits import Limits
 from kvferry.transport.nixl import NixlTransport
 from tests.support.ranks import BLOCK_TOKENS, DirectResolver, TestRank, World, receive, source_of
@@ -18,8 +20,13 @@ from tests.support.ranks import BLOCK_TOKENS, DirectResolver, TestRank, World, r
 WAIT_SECONDS = 30.0
 
 
-def started(rank: TestRank, resolver: DirectResolver, port: int) -> Agent:
-    agent = Agent(rank.identity, rank.cache, NixlTransport, Limits(), resolver)
+def started(
+    rank: TestRank,
+    resolver: DirectResolver,
+    port: int,
+    transport: Callable[[PeerName], NixlTransport] = NixlTransport,
+) -> Agent:
+    agent = Agent(rank.identity, rank.cache, transport, Limits(), resolver)
     metadata = agent.start()
     identity = rank.identity
     entry = RankEntry(
@@ -70,3 +77,55 @@ def test_chunks_are_pushed_over_nixl_and_a_restarted_producer_is_found_again() -
                 assert producer.close(WAIT_SECONDS)
     finally:
         assert consumer.close(WAIT_SECONDS)
+
+
+class Breaking(NixlTransport):
+    """NIXL whose connections can be made to look broken from our end, while both processes live."""
+
+    broken = False
+
+    def send(self, peer: PeerName, payload: bytes) -> None:
+        if self.broken:
+            self.broken = False
+            raise PeerLostError(f"{peer} has torn the connection down")
+        super().send(peer, payload)
+
+
+def test_a_living_producer_behind_a_broken_connection_is_linked_again_and_asked_for_its_fence() -> None:
+    """A07, P02: the link breaks on the consumer's side only; its blocks are safe when P says so."""
+    world, resolver = World(), DirectResolver()
+    [p] = world.engine("P", 1)
+    [d] = world.engine("D", 2)
+    made: list[Breaking] = []
+
+    def make(name: PeerName) -> Breaking:
+        made.append(Breaking(name))
+        return made[0]
+
+    producer = started(p, resolver, 1)
+    consumer = started(d, resolver, 2, make)
+    try:
+        transfer, stop = TransferId("transfer-broken"), 2 * BLOCK_TOKENS
+        producer.submit(Expect(transfer, stop))
+        producer.submit(Advance(transfer, BLOCK_TOKENS, 0, (to_spans([5]),)))
+        consumer.submit(receive(transfer, "r1", source_of(p, 1), [20, 31], stop))
+        deadline = time.monotonic() + WAIT_SECONDS
+        while d.block(20) != p.block(5) and time.monotonic() < deadline:
+            threading.Event().wait(0.001)
+        made[0].broken = True
+        failed = wait(consumer, ReceiveFailed)
+        assert isinstance(failed, ReceiveFailed)
+        assert failed.reason.startswith("peer_lost")
+        assert failed.fenced
+        assert failed.valid_until == BLOCK_TOKENS
+        # The new link serves the next request, over a producer that never noticed anything.
+        following = TransferId("transfer-after")
+        producer.submit(Expect(following, BLOCK_TOKENS))
+        producer.submit(Advance(following, BLOCK_TOKENS, 0, (to_spans([9]),)))
+        producer.submit(Finish(following))
+        consumer.submit(receive(following, "r2", source_of(p, 1), [22], BLOCK_TOKENS))
+        assert isinstance(wait(consumer, Received), Received)
+        assert d.block(22) == p.block(9)
+    finally:
+        assert consumer.close(WAIT_SECONDS)
+        assert producer.close(WAIT_SECONDS)

@@ -13,13 +13,19 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 TAIL_BYTES_MAX = 256 * 1024
 HEALTH_SECONDS_MAX = 2.0
 STOP_SECONDS_MAX = 15.0
+PAUSE_SECONDS_MAX = 5.0
+"""A process that waits for a disk stops when that is over."""
+_PAUSE_INTERVAL_SECONDS = 0.005
+# Letters of /proc.
+_STOPPED, _ENDED = frozenset("Tt"), frozenset("ZX")
 _SIGNALS = frozenset(int(number) for number in signal.Signals)
 
 
@@ -94,6 +100,10 @@ class ServerProcess:
         number = code - 128 if code > 128 else -code
         return f"signal {signal.Signals(number).name}" if number in _SIGNALS else f"exit code {code}"
 
+    def answers(self) -> bool:
+        """Whether its health endpoint says that it is well, now."""
+        return _answers_ok(self.spec)
+
     def check_ready(self) -> bool:
         """Ask its health endpoint once; remembers a yes."""
         if not self.ready:
@@ -123,6 +133,34 @@ class ServerProcess:
         if self._process.stdin is not None:
             self._process.stdin.close()
 
+    def members(self) -> list[int]:
+        """Process ids of the server and its children, without the guard and what has ended."""
+        if self._process.returncode is not None:
+            return []
+        pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
+        return [pid for pid in pids if pid != self.pid and _group(pid) == self.pid]
+
+    def pause(self) -> None:
+        """SIGSTOP the server and its children, until `resume`; returns when all have stopped.
+
+        The guard goes on: should we die meanwhile, it still ends the stopped ones.
+        """
+        deadline = time.monotonic() + PAUSE_SECONDS_MAX
+        # A process may start another before its own stop reaches it.
+        while running := [pid for pid in self.members() if _is_running(pid)]:
+            _signal_each(running, signal.SIGSTOP)
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_PAUSE_INTERVAL_SECONDS)
+
+    def resume(self) -> None:
+        """SIGCONT what `pause` has stopped; does no harm to a running or ended server."""
+        _signal_each(self.members(), signal.SIGCONT)
+
+    def memory_bytes(self) -> int:
+        """Resident memory of the server and its children; pages that they share count for each."""
+        return sum(_resident_bytes(pid) for pid in self.members())
+
     def kill(self) -> None:
         """SIGKILL the server with all its children, now, and reap it. Can be called again."""
         if self._process.returncode is not None:
@@ -147,6 +185,42 @@ def wait_for_exit(processes: Sequence[ServerProcess], seconds: float | None) -> 
     if all(not process.exited for process in processes):
         poller.poll(None if seconds is None else max(seconds, 0) * 1000)
     return [process for process in processes if process.exited]
+
+
+def _group(pid: int) -> int | None:
+    """A process's group, None if it has ended."""
+    fields = _stat(pid)
+    return int(fields[2]) if fields else None
+
+
+def _is_running(pid: int) -> bool:
+    """Whether it has neither ended nor been stopped."""
+    fields = _stat(pid)
+    return bool(fields) and fields[0] not in _STOPPED
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields behind a process's name in /proc: state, parent, group, ...; none if it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    fields = text.rpartition(")")[2].split()
+    return [] if fields[0] in _ENDED else fields
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _signal_each(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _answers_ok(spec: ServerSpec) -> bool:

@@ -45,7 +45,7 @@ def ask(url: str, path: str, body: dict[str, Any], *, seconds: float) -> Answer:
     Raises:
         RequestError: no answer within `seconds` of silence, or another status than 200, or an error event.
     """
-    collected = _Collected()
+    collected = Collected()
     with _Exchange(url, seconds) as exchange:
         began = time.monotonic()
         response = exchange.send("POST", path, body)
@@ -88,10 +88,11 @@ class _Exchange:
         return response
 
 
-class _Collected:
+class Collected:
     """Puts the choices of one answer, or of the events of a stream, together."""
 
     def __init__(self) -> None:
+        """Nothing yet."""
         self._texts: dict[int, str] = {}
         self._tokens: dict[int, list[int]] = {}
         self._finish: dict[int, str | None] = {}
@@ -113,6 +114,7 @@ class _Collected:
         return news
 
     def answer(self, first_token_seconds: float | None) -> Answer:
+        """What has come so far."""
         indexes = sorted(self._texts)
         return Answer(
             texts=tuple(self._texts[index] for index in indexes),

@@ -1,0 +1,313 @@
+"""Bringing a fleet under load to a stage, as its metrics show it, so that a fault can strike there."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvferry.cli.engines import Endpoints
+from kvferry.cli.requests import fetch
+from kvferry.cli.soak_client import Reply
+from kvferry.cli.soak_load import Load
+from kvferry.cli.soak_plan import Ask, Mix, RoundPlan, Stage, Target
+from kvferry.errors import KvferryError
+from kvferry.handoff import DecodeParams, PrefillParams, SourceParams
+from kvferry.ids import EngineId, Incarnation, TransferId
+
+SCRAPE_SECONDS_MAX = 30.0
+"""An engine answers between two steps, and on two busy cores a step can take seconds."""
+POLL_SECONDS = 0.02
+STAGE_SECONDS_MAX = 120.0
+ATTEMPTS = 5
+HALF_SHARE = 0.25
+"""Of the victim's prompt: pushed at least, beside all that others could have pushed."""
+FIRST_TOKENS = 2
+
+_BYTES = "kvferry_transfer_bytes_total"
+_TRANSFERS = "kvferry_transfers_total"
+_IN_FLIGHT = "kvferry_transfers_in_flight"
+_QUARANTINED = "kvferry_quarantined_blocks"
+_USAGE = "vllm:kv_cache_usage_perc"
+_RUNNING = "vllm:num_requests_running"
+_NAMES = (_BYTES, _TRANSFERS, _IN_FLIGHT, _QUARANTINED, _USAGE, _RUNNING)
+
+
+class StageError(KvferryError):
+    """The stage did not show; the message says which and what did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gauges:
+    """What an engine's metrics show at one moment."""
+
+    receiving: int = 0
+    sending: int = 0
+    held: int = 0
+    running: int = 0
+    bytes: int = 0
+    """KV bytes pushed or received since the engine's start."""
+    completed: int = 0
+    """Transfers since the engine's start."""
+    quarantined: int = 0
+    usage: float = 0.0
+    """Share of the cache's blocks that are in use."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all blocks are free and no transfer is in a table."""
+        return not (self.receiving or self.sending or self.held or self.quarantined or self.usage)
+
+    @property
+    def text(self) -> str:
+        """What is not as at the start."""
+        return (
+            f"receiving {self.receiving}, sending {self.sending}, held {self.held}, quarantined "
+            f"{self.quarantined}, cache used {self.usage:.4f}"
+        )
+
+
+def read_gauges(url: str) -> Gauges:
+    """Ask the engine at `url`."""
+    return parse_gauges(fetch(url, "/metrics", seconds=SCRAPE_SECONDS_MAX))
+
+
+def parse_gauges(text: str) -> Gauges:
+    """Read a Prometheus exposition."""
+    wanted = "\n".join(line for line in text.splitlines() if line.startswith(_NAMES)) + "\n"
+    values: dict[tuple[str, str], float] = {}
+    for family in text_string_to_metric_families(wanted):
+        for sample in family.samples:
+            key = sample.name, sample.labels.get("state", "") or sample.labels.get("outcome", "")
+            values[key] = values.get(key, 0.0) + sample.value
+    return Gauges(
+        receiving=int(values.get((_IN_FLIGHT, "receiving"), 0)),
+        sending=int(values.get((_IN_FLIGHT, "sending"), 0)),
+        held=int(values.get((_IN_FLIGHT, "held"), 0)),
+        running=int(values.get((_RUNNING, ""), 0)),
+        bytes=int(values.get((_BYTES, ""), 0)),
+        completed=int(values.get((_TRANSFERS, "completed"), 0)),
+        quarantined=int(values.get((_QUARANTINED, ""), 0)),
+        usage=values.get((_USAGE, ""), 0.0),
+    )
+
+
+@dataclass(slots=True)
+class Victim:
+    """What a stage leaves behind: the engine to strike, and the leg that is still to be sent, if any."""
+
+    server: str
+    late_server: str = ""
+    send_late: Callable[[], Future[Any]] | None = None
+    open: list[Future[Any]] = field(default_factory=list)
+
+    def send_other_leg(self) -> None:
+        """Send the leg that was held back. Can be called again."""
+        if self.send_late is not None:
+            self.open.append(self.send_late())
+            self.send_late = None
+
+
+class Stages:
+    """Knows how each stage is reached."""
+
+    def __init__(self, endpoints: Endpoints, load: Load, mix: Mix, token_bytes: float) -> None:
+        """`token_bytes`: KV bytes of one token."""
+        self._endpoints = endpoints
+        self._load = load
+        self._mix = mix
+        self._token_bytes = token_bytes
+        self._reach = {
+            Stage.WAITING: self._waiting,
+            Stage.HALF: self._half,
+            Stage.HELD: self._held,
+            Stage.DECODING: self._decoding,
+            Stage.IDLE: self._idle,
+        }
+
+    def reach(self, plan: RoundPlan) -> Victim:
+        """Return as soon as the metrics show the stage.
+
+        Raises:
+            StageError: they did not, in several attempts.
+            RequestError: an engine does not tell its metrics.
+        """
+        for _ in range(ATTEMPTS):
+            victim = self._reach[plan.stage](plan)
+            if victim is not None:
+                return victim
+        raise StageError(f"stage {plan.stage.value} did not show in {ATTEMPTS} attempts")
+
+    def _waiting(self, plan: RoundPlan) -> Victim | None:
+        """Only the decode leg is sent: P cannot have written anything."""
+        legs = self._legs()
+        victim = self._split_victim(plan, legs)
+        asked = self._load.decode_leg(legs.decode_url, legs.ask, legs.decode_params, Reply())
+        victim.open.append(asked)
+        victim.late_server = legs.prefill_name
+        victim.send_late = lambda: self._load.prefill_leg(legs.prefill_url, legs.ask, legs.prefill_params)
+        shown = 0
+
+        def waits() -> bool:
+            # Twice in a row, because the two sides are not read at the same moment.
+            nonlocal shown
+            known = sum(gauges.sending + gauges.held for gauges in self._all(Target.PREFILL))
+            wanted = sum(gauges.receiving for gauges in self._all(Target.DECODE))
+            shown = shown + 1 if wanted > known else 0
+            return shown == 2
+
+        return victim if self._shows(waits, asked) else None
+
+    def _half(self, plan: RoundPlan) -> Victim | None:
+        urls = self._endpoints.prefill
+        before = [gauges.bytes for gauges in self._all(Target.PREFILL)]
+        ask = self._mix.long()
+        ahead = self._load.prompt_tokens_in_flight
+        asked = self._load.ask(ask, Reply(), "victim")
+        wanted = (ahead + HALF_SHARE * len(ask.prompt)) * self._token_bytes
+        found = 0
+
+        def is_half_pushed() -> bool:
+            nonlocal found
+            for index, (gauges, start) in enumerate(zip(self._all(Target.PREFILL), before, strict=True)):
+                if gauges.bytes - start >= wanted and gauges.sending:
+                    found = index
+                    return True
+            return False
+
+        if not self._shows(is_half_pushed, asked):
+            return None
+        if plan.target is Target.PREFILL:
+            return Victim(f"prefill-{found % len(urls)}", open=[asked])
+        receiving = [gauges.receiving for gauges in self._all(Target.DECODE)]
+        return Victim(f"decode-{receiving.index(max(receiving))}", open=[asked])
+
+    def _held(self, plan: RoundPlan) -> Victim | None:
+        """Only the prefill leg is sent."""
+        legs = self._legs()
+        victim = self._split_victim(plan, legs)
+        answered = self._load.prefill_leg(legs.prefill_url, legs.ask, legs.prefill_params)
+        reply = self._load.wait(answered)
+        if not reply.whole:
+            raise StageError(f"{legs.prefill_name} refused a prefill: {reply.error or reply.broken}")
+        victim.late_server = legs.decode_name
+        victim.send_late = lambda: self._load.decode_leg(
+            legs.decode_url, legs.ask, legs.decode_params, Reply()
+        )
+        return victim if self._shows(lambda: read_gauges(legs.prefill_url).held) else None
+
+    def _decoding(self, plan: RoundPlan) -> Victim | None:
+        reply = Reply()
+        asked = self._load.ask(self._mix.talkative(), reply, "victim")
+
+        def decodes() -> bool:
+            running = (gauges.running for gauges in self._all(Target.DECODE))
+            return reply.heard >= FIRST_TOKENS and any(running)
+
+        if not self._shows(decodes, asked):
+            return None
+        running = [gauges.running for gauges in self._all(plan.target)]
+        return Victim(f"{plan.target.value}-{running.index(max(running))}", open=[asked])
+
+    def _idle(self, plan: RoundPlan) -> Victim | None:
+        self._load.shut()
+        if not self._shows(lambda: self._load.is_idle() and self.left_over() == ""):
+            return None
+        return Victim(f"{plan.target.value}-{self._mix.pick(len(self._urls(plan.target)))}")
+
+    def left_over(self) -> str:
+        """What is not empty on which engine; nothing when all is as at the start."""
+        found = []
+        for target in Target:
+            for index, gauges in enumerate(self._all(target)):
+                if not gauges.is_empty:
+                    found.append(f"{target.value}-{index}: {gauges.text}")
+        return "; ".join(found)
+
+    def completed(self) -> int:
+        """Transfers that the decode engines have received, each since its start."""
+        return sum(gauges.completed for gauges in self._all(Target.DECODE))
+
+    def _all(self, target: Target) -> list[Gauges]:
+        return [read_gauges(url) for url in self._urls(target)]
+
+    def _urls(self, target: Target) -> Sequence[str]:
+        return self._endpoints.prefill if target is Target.PREFILL else self._endpoints.decode
+
+    def _shows(self, condition: Callable[[], object], asked: Future[Any] | None = None) -> bool:
+        """Whether the condition comes true before the request is over and before the time is."""
+        deadline = time.monotonic() + STAGE_SECONDS_MAX
+        while time.monotonic() < deadline:
+            if condition():
+                return asked is None or not asked.done()
+            if asked is not None and asked.done():
+                return False
+            time.sleep(POLL_SECONDS)
+        return False
+
+    def _split_victim(self, plan: RoundPlan, legs: _Legs) -> Victim:
+        return Victim(legs.prefill_name if plan.target is Target.PREFILL else legs.decode_name)
+
+    def _workers(self) -> list[dict[str, Any]]:
+        text = fetch(self._endpoints.router, "/workers", seconds=SCRAPE_SECONDS_MAX)
+        return list(json.loads(text)["workers"])
+
+    def _legs(self) -> _Legs:
+        endpoints = self._endpoints
+        prefill, decode = self._mix.pick(len(endpoints.prefill)), self._mix.pick(len(endpoints.decode))
+        url = endpoints.prefill[prefill]
+        # A busy engine may miss health checks, and the router then forgets it for a moment.
+        self._shows(lambda: source_of(self._workers(), url) is not None)
+        source = source_of(self._workers(), url)
+        if source is None:
+            raise StageError(f"the router does not know who the prefill engine at {url} is")
+        return _Legs(
+            prefill_name=f"prefill-{prefill}",
+            decode_name=f"decode-{decode}",
+            prefill_url=url,
+            decode_url=endpoints.decode[decode],
+            source=source,
+            ask=self._mix.middling(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Legs:
+    """One transfer whose two legs are sent by the soak itself, at different times."""
+
+    prefill_name: str
+    decode_name: str
+    prefill_url: str
+    decode_url: str
+    source: SourceParams
+    ask: Ask
+    transfer: TransferId = field(default_factory=lambda: TransferId(secrets.token_hex(16)))
+
+    @property
+    def prefill_params(self) -> dict[str, Any]:
+        return PrefillParams(transfer=self.transfer, mode="push").to_params()
+
+    @property
+    def decode_params(self) -> dict[str, Any]:
+        return DecodeParams(source=self.source, transfer=self.transfer, mode="push").to_params()
+
+
+def source_of(workers: Iterable[dict[str, Any]], url: str) -> SourceParams | None:
+    """Where the KV of the prefill engine at `url` can be had, by the router's `/workers`; None: unknown."""
+    engine = next((worker.get("engine") for worker in workers if worker["url"] == url), None)
+    if engine is None:
+        return None
+    return SourceParams(
+        engine=EngineId(engine["id"]),
+        host=engine["host"],
+        port=engine["port"],
+        tp=engine["tp"],
+        pp=engine["pp"],
+        incarnation=None if engine["incarnation"] is None else Incarnation(engine["incarnation"]),
+    )
