@@ -11,7 +11,7 @@ from kvferry.simulator.run import simulate
 
 REPLAYS = Options(faults=frozenset({"replay", "abort"}))
 LATE_WRITES = Options(faults=frozenset({"late_write"}))
-SEEDS = range(40)
+SEEDS = range(25)
 
 
 class Names:
@@ -35,9 +35,9 @@ class Names:
             self.struck[event.fault] = self.struck.get(event.fault, 0) + 1
 
 
-def played(options: Options) -> Names:
+def played(options: Options, seeds: range = SEEDS) -> Names:
     names = Names()
-    for seed in SEEDS:
+    for seed in seeds:
         seen = Names()
         assert simulate(seed, options, observers=(seen,)).violations == ()
         names.legs |= {(f"{seed} {engine}", name): at for (engine, name), at in seen.legs.items()}
@@ -76,7 +76,7 @@ def test_an_aborted_leg_may_come_again_within_the_same_step() -> None:
 
 
 def test_nobody_replays_where_that_is_switched_off() -> None:
-    names = played(Options(faults=frozenset(FAULTS) - {"replay", "late_write", "post_late"}))
+    names = played(Options(faults=frozenset(FAULTS) - {"replay", "late_write", "post_late"}), range(10))
     assert all(len(times) == 1 for times in names.legs.values())
     assert "replay" not in names.struck
     assert "delay_post" not in names.struck

@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from random import Random
 
 import pytest
 
 from kvferry.ids import EngineId
-from kvferry.simulator import options
+from kvferry.simulator import faults, options
 from kvferry.simulator.events import (
     BlocksReturned,
     BlocksTaken,
@@ -30,7 +31,6 @@ from kvferry.simulator.events import (
     RequestEnded,
 )
 from kvferry.simulator.options import FAULTS, WORLDS, Options
-from kvferry.simulator.outcome import Outcome
 from kvferry.simulator.run import simulate
 from kvferry.simulator.world import World
 
@@ -54,10 +54,11 @@ class Seen:
 
 def test_the_same_seed_gives_the_same_history() -> None:
     """Also when other histories have run in between."""
-    first = [simulate(seed, Options()) for seed in SEEDS]
-    again = [simulate(seed, Options()) for seed in reversed(SEEDS)]
+    seeds = range(5)
+    first = [simulate(seed, Options()) for seed in seeds]
+    again = [simulate(seed, Options()) for seed in reversed(seeds)]
     assert [one.trace_hash for one in first] == [one.trace_hash for one in reversed(again)]
-    assert len({one.trace_hash for one in first}) == len(SEEDS)
+    assert len({one.trace_hash for one in first}) == len(seeds)
 
 
 def test_the_same_seed_gives_the_same_history_in_another_process() -> None:
@@ -65,7 +66,7 @@ def test_the_same_seed_gives_the_same_history_in_another_process() -> None:
     program = (
         "from kvferry.simulator.run import simulate\n"
         "from kvferry.simulator.options import Options\n"
-        "for seed in range(4):\n"
+        "for seed in range(2):\n"
         "    print(simulate(seed, Options(world='both')).trace_hash)"
     )
     hashes = set()
@@ -78,7 +79,7 @@ def test_the_same_seed_gives_the_same_history_in_another_process() -> None:
             env=os.environ | {"PYTHONHASHSEED": hash_seed},
         )
         hashes.add(done.stdout)
-    here = "".join(f"{simulate(seed, Options(world='both')).trace_hash}\n" for seed in range(4))
+    here = "".join(f"{simulate(seed, Options(world='both')).trace_hash}\n" for seed in range(2))
     assert hashes == {here}
 
 
@@ -107,7 +108,7 @@ def test_every_decode_request_of_a_calm_world_is_served() -> None:
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_each_world_runs_to_its_end(name: str) -> None:
-    outcome = simulate(1, Options(world=name, faults=frozenset()))
+    outcome = simulate(4, Options(world=name, faults=frozenset()))
     assert outcome.violations == ()
     assert outcome.transfers > 0
 
@@ -149,13 +150,9 @@ def test_unknown_worlds_and_faults_are_refused_by_name() -> None:
 
 def test_every_kind_of_fault_happens_in_some_history() -> None:
     """A fault that cannot happen proves nothing."""
-    drawn = {kind for seed in range(60) for kind in _kinds(simulate(seed, Options()))}
-    by_chance = {kind for kind in FAULTS if kind in options_by_chance()}
-    assert by_chance <= drawn
-
-
-def _kinds(outcome: Outcome) -> set[str]:
-    return {words.partition(" ")[0] for number, words in outcome.items if 1000 <= number < 2000}
+    worlds = (World(seed, Options()) for seed in range(200))
+    drawn = {fault.kind for world in worlds for fault in faults.draw(world, Random(world.seed))}
+    assert drawn == options_by_chance()
 
 
 def options_by_chance() -> frozenset[str]:
@@ -182,7 +179,9 @@ def test_observers_see_every_kind_of_event() -> None:
         RequestEnded,
     }
     seen = Seen()
-    for seed in range(40):
+    for seed in range(60):
+        if wanted <= {type(event) for event in seen.events}:
+            break
         simulate(seed, Options(), observers=(seen,))
     assert wanted <= {type(event) for event in seen.events}
 

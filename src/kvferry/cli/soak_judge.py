@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from kvferry.cli.soak_client import Kind
 from kvferry.cli.soak_load import Outcome
 from kvferry.cli.soak_plan import STOP_SECONDS_MAX, Fault, RoundPlan, Target
+from kvferry.protocol.fences import CLOCK_DRIFT_MAX
 from kvferry.protocol.limits import Limits
 
 MEBIBYTE = 1 << 20
@@ -51,7 +52,7 @@ class Bounds:
     @property
     def settle_seconds(self) -> float:
         """From the last request's end to empty tables: a lease, or the lapse of a quarantine."""
-        lapse = self.limits.write_seconds + 2 * self.retry_bound_seconds
+        lapse = (self.limits.write_seconds + self.retry_bound_seconds) * (1 + CLOCK_DRIFT_MAX)
         return max(lapse, self.limits.lease_seconds, self.limits.unknown_seconds) + self.compute_seconds / 2
 
     @property
@@ -71,6 +72,8 @@ class RoundResult:
     plan: RoundPlan
     server: str
     """The engine that was struck."""
+    seen: bool = True
+    """Whether it was seen to be at the plan's stage; else the stage was missed."""
     outcomes: tuple[Outcome, ...]
     away_seconds: float
     """From the fault until the engine answered again."""
@@ -238,7 +241,8 @@ def round_line(result: RoundResult) -> str:
         f"{result.count(Kind.LEFT)} left" + (f", {bad} BAD" if bad else "")
     )
     longest = max((outcome.seconds for outcome in result.outcomes), default=0.0)
-    struck = f"{plan.fault.value} {result.server} at {plan.stage.value}"
+    stage = plan.stage.value if result.seen else f"({plan.stage.value})"
+    struck = f"{plan.fault.value} {result.server} at {stage}"
     return (
         f"round {plan.number:>3}  {struck:<27}  {lasted} {result.away_seconds:4.1f} s  {counts:<31}  "
         f"longest {longest:4.1f} s  "
@@ -257,6 +261,9 @@ def summary(results: Sequence[RoundResult], problems: Sequence[str]) -> list[str
     if outcomes:
         longest = max(outcomes, key=lambda outcome: outcome.seconds)
         lines.append(f"longest: {longest.kind.value}, {_told(longest)}")
+    missed = sum(not result.seen for result in results)
+    if missed:
+        lines.append(f"{missed} rounds missed their stage (in parentheses) and struck at another one")
     lines += [f"PROBLEM: {problem}" for problem in problems]
     lines.append(f"FAILED: {len(problems)} problems" if problems else "PASSED")
     lines.append(figure(results))

@@ -14,7 +14,7 @@ from kvferry.cli.soak_client import Kind, Reply
 from kvferry.cli.soak_judge import Bounds, RoundResult, round_line, round_problems
 from kvferry.cli.soak_load import Load
 from kvferry.cli.soak_plan import Fault, Mix, RoundPlan, Stage
-from kvferry.cli.soak_stages import Stages, Victim, read_gauges
+from kvferry.cli.soak_stages import StageMissedError, Stages, Victim, read_gauges
 from kvferry.errors import KvferryError
 
 WARM_UP_REQUESTS = 3
@@ -108,7 +108,7 @@ class Rounds:
         assert self._stages is not None
         if plan.stage is not Stage.IDLE:
             self._load.open()
-        victim = self._stages.reach(plan)
+        victim, seen = self._victim(self._stages, plan)
         struck = time.monotonic()
         self._bring_down(plan, victim)
         back = time.monotonic()
@@ -122,6 +122,7 @@ class Rounds:
         return RoundResult(
             plan=plan,
             server=victim.server,
+            seen=seen,
             outcomes=tuple(self._load.take()),
             away_seconds=back - struck,
             pushed_again_seconds=again,
@@ -131,6 +132,14 @@ class Rounds:
             survivors_ended=self._ended(),
             memory_bytes={(s.spec.name, s.pid): s.memory_bytes() for s in self._fleet.servers},
         )
+
+    @staticmethod
+    def _victim(stages: Stages, plan: RoundPlan) -> tuple[Victim, bool]:
+        """The engine to strike, and whether it was seen to be at the stage."""
+        try:
+            return stages.reach(plan), True
+        except StageMissedError:
+            return stages.in_passing(plan), False
 
     def _bring_down(self, plan: RoundPlan, victim: Victim) -> None:
         """Strike, and return when the engine answers again."""

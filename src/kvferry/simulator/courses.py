@@ -187,7 +187,9 @@ class Courses(Checker):
             self.hands[command.transfer].running = False
         elif isinstance(command, Preempt):
             for transfer in command.transfers:
-                self.hands[transfer].frontiers.clear()
+                # A rank that had no room for its `Expect` knows nothing of it.
+                if transfer in self.hands:
+                    self.hands[transfer].frontiers.clear()
 
     def _course(self, command: AnnounceCommand | Receive, engine: EngineId) -> Course:
         key = command.transfer, command.consumer

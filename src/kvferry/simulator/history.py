@@ -22,6 +22,8 @@ CHECK_SECONDS = 0.5
 """How often it is looked for the end of a history, once faults have stopped."""
 ACTIONS_MAX = 2_000_000
 """A history of more is one that turns in circles."""
+ROUNDS_MAX = 3
+"""Where nothing has ended for so many rounds, nothing will: what is left then is left for ever."""
 _WORK, _FAULTS = 8, 9
 
 
@@ -31,6 +33,8 @@ class History:
     def __init__(self, world: World) -> None:
         self._world = world
         self._over = False
+        self._ended = -1
+        self._ended_at = 0.0
         self._probes = Probes(world)
 
     def run(self) -> None:
@@ -99,6 +103,10 @@ class History:
         Requests that wait for the memory of others go through all of it as often as the smallest cache has to
         be filled for what is there.
         """
+        return (1 + self._world.fillings()) * self._round_seconds() + 30.0
+
+    def _round_seconds(self) -> float:
+        """Within so long something ends, where anything is left."""
         world = self._world
         limits, bound = world.limits, world.shape.fabric.retry_bound_seconds
         consumer = (
@@ -110,11 +118,15 @@ class History:
             + bound
         )
         producer = max(limits.lease_seconds, limits.unknown_seconds) + limits.slice_seconds + bound
-        return (1 + world.fillings()) * (consumer + producer) + 30.0
+        return consumer + producer
 
     def _look_for_end(self) -> None:
         world = self._world
-        if world.now >= world.deadline_seconds:
+        ended = sum(world.outcomes.values()) + world.router.served
+        if ended != self._ended:
+            self._ended, self._ended_at = ended, world.now
+        stands_still = world.now > self._ended_at + ROUNDS_MAX * self._round_seconds()
+        if world.now >= world.deadline_seconds or stands_still:
             self._over = True
         elif not world.router.is_idle() or world.inspection.remains():
             world.later(CHECK_SECONDS, self._look_for_end)

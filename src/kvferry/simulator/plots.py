@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 0.003
 LOOKS_MAX = 700
 """So often it is looked whether the time has come; then the plot is given up."""
+ECHO_SECONDS = 1.0
 BUDGETS = 2
 """Prefills of fewer steps than so many are over before they can be preempted."""
 PREEMPTIONS = 2
@@ -104,6 +105,15 @@ class Plot:
         """Both legs are sent again."""
         self.world.levers.replay_soon(self.dispatch.transfer)
 
+    def echo(self) -> None:
+        """For a while whatever the consumer says is heard twice, late and in no order."""
+        fabric = self.world.network.fabric
+        pair = self.target.name, self.writer.name
+        link = fabric.exchange.plan(pair).link
+        echoing = replace(link, double_rate=1.0, jitter_seconds=ECHO_SECONDS, overtaking=True)
+        fabric.set_link(*pair, echoing)
+        self.later(3 * ECHO_SECONDS, lambda: fabric.set_link(*pair, link))
+
     # --- when ----------------------------------------------------------------------------------------
 
     def delay(self, seconds: float | None = None) -> None:
@@ -172,6 +182,12 @@ class Plot:
 def _abort(plot: Plot) -> None:
     plot.delay()
     plot.when(plot.is_written, lambda: plot.later(plot.wait_seconds(), plot.abort))
+
+
+def _echo(plot: Plot) -> None:
+    plot.echo()
+    plot.delay(1.0 + 4.0 * plot.random.random())
+    plot.when(plot.is_written, plot.abort)
 
 
 def _deaf(plot: Plot) -> None:
@@ -248,6 +264,7 @@ _PLOTS: dict[str, Callable[[Plot], None]] = {
     "asleep": _asleep,
     "dark": _dark,
     "deaf": _deaf,
+    "echo": _echo,
     "preempt last": _preempt_last,
     "replay": _replay,
     "twice": _twice,

@@ -168,6 +168,7 @@ class Router:
         prefill, decode = dispatch.item.leaves
         dispatch.cancelled = True
         if prefill:
+            self._release(dispatch)
             self._cancel(dispatch.prefills)
         if decode:
             self._cancel(dispatch.decodes)
@@ -247,6 +248,13 @@ class Router:
         for leg in legs:
             if not leg.ended and leg.engine.alive:
                 leg.engine.abort(leg.request)
+
+    def _release(self, dispatch: Dispatch) -> None:
+        """Tell the producer that nobody will come for what an ended prefill leg has left there."""
+        for leg in dispatch.prefills:
+            if leg.ended and leg.engine.alive:
+                producer = leg.engine.scheduler.host.producer
+                leg.engine.core.take(partial(producer.release, dispatch.transfer))
 
     def _plan(self, sending: _Sending, delay_seconds: float | None) -> None:
         if delay_seconds is None:

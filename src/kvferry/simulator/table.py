@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.protocol.states import DELIVERY, PART, RECEPTION, SOURCE, Table
+from kvferry.simulator.coverage import IMPOSSIBLE
 from kvferry.simulator.outcome import CellKey, TransitionKey
 
 MACHINES: Mapping[str, Table[Any, Any]] = {
@@ -65,7 +66,7 @@ def overview(transitions: Mapping[TransitionKey, int], cells: Mapping[CellKey, i
 
 def summary(transitions: Mapping[TransitionKey, int], cells: Mapping[CellKey, int], grid: Grid) -> str:
     """The page's figures in one line."""
-    keys = [key for name, machine in MACHINES.items() for key in _keys(name, machine.transitions)]
+    keys = [key for name, machine in MACHINES.items() for key in _possible(name, machine.transitions)]
     visited = sum(bool(transitions.get(key)) for key in keys)
     possible = len(grid.stages) * len(grid.faults) - len(grid.impossible)
     missing = len(grid.unvisited(cells))
@@ -84,6 +85,12 @@ def _keys(
     return ((name, state.value, event.value) for state, event in pairs)
 
 
+def _possible(
+    name: str, pairs: Mapping[tuple[Any, Any], object] | Sequence[tuple[Any, Any]]
+) -> Iterator[TransitionKey]:
+    return (key for key in _keys(name, pairs) if key not in IMPOSSIBLE)
+
+
 def _late(machine: Table[Any, Any]) -> list[tuple[Any, Any]]:
     """A set has no order of its own."""
     return sorted(machine.late, key=lambda pair: (_place(pair[0]), _place(pair[1])))
@@ -99,7 +106,7 @@ def _transition_summary(transitions: Mapping[TransitionKey, int]) -> str:
     for name, machine in MACHINES.items():
         cells: list[str] = []
         for kind, pairs in (("", list(machine.transitions)), (" (late)", _late(machine))):
-            keys = list(_keys(name, pairs))
+            keys = list(_possible(name, pairs))
             unvisited = [key for key in keys if not transitions.get(key)]
             cells += [str(len(keys)), str(len(keys) - len(unvisited))]
             if unvisited:
@@ -108,7 +115,21 @@ def _transition_summary(transitions: Mapping[TransitionKey, int]) -> str:
                 )
         rows.append(f"| {name} | {' | '.join(cells)} |")
     named = _named("Not visited:", missing) or "Every one was visited."
-    return "\n".join(rows) + "\n\n" + named
+    disproved = [" ".join(key) for key in IMPOSSIBLE if transitions.get(key)]
+    parts = (
+        "\n".join(rows),
+        named,
+        _named("Impossible, and not counted above:", _impossible()),
+        _named("Called impossible and visited:", {key: ["it happens"] for key in disproved}),
+    )
+    return "\n\n".join(part for part in parts if part)
+
+
+def _impossible() -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for (machine, state, event), reason in IMPOSSIBLE.items():
+        groups.setdefault(reason, []).append(f"{machine} {state} + {event}")
+    return groups
 
 
 def _named(title: str, groups: Mapping[str, Sequence[str]]) -> str:
@@ -121,9 +142,11 @@ def _machine_table(name: str, machine: Table[Any, Any], transitions: Mapping[Tra
     rows = [f"### {name}", "", "| state | event | next | times |", "| --- | --- | --- | --- |"]
     late = [(pair, pair[0]) for pair in _late(machine)]
     for (state, event), following in [*machine.transitions.items(), *late]:
-        times = transitions.get((name, state.value, event.value), 0)
+        key = name, state.value, event.value
+        times = transitions.get(key, 0)
+        shown = "n/a" if key in IMPOSSIBLE and not times else f"{times:,}"
         then = "late: stays" if machine.transitions.get((state, event)) is None else following.value
-        rows.append(f"| {state.value} | {event.value} | {then} | {times:,} |")
+        rows.append(f"| {state.value} | {event.value} | {then} | {shown} |")
     return "\n".join(rows)
 
 

@@ -19,10 +19,11 @@ from kvferry.cli.fleet import Fleet
 from kvferry.cli.processes import ServerProcess
 from kvferry.cli.requests import RequestError, fetch
 from kvferry.cli.soak_client import Kind, Reply
+from kvferry.cli.soak_judge import summary
 from kvferry.cli.soak_load import Outcome
 from kvferry.cli.soak_plan import Ask, Fault, Mix, RoundPlan, Stage, Target
 from kvferry.cli.soak_rounds import Rounds, SoakError
-from kvferry.cli.soak_stages import Gauges, StageError, Victim
+from kvferry.cli.soak_stages import Gauges, StageError, StageMissedError, Victim
 from tests.support.stub_fleet import ends, stub_spec
 from tests.unit.cli.test_soak_judge import BOUNDS
 
@@ -97,6 +98,9 @@ class FakeStages:
             return future
 
         return Victim(self.server, late_server=self.late_server, send_late=send_late)
+
+    def in_passing(self, plan: RoundPlan) -> Victim:
+        return Victim(self.server)
 
     def completed(self) -> int:
         return 0 if self.stuck else next(self.numbers)
@@ -255,11 +259,21 @@ def test_what_is_left_over_is_a_problem_and_the_next_round_begins(
     ] * 2
 
 
-def test_a_stage_that_does_not_show_ends_the_run_and_is_a_problem(world: World) -> None:
-    world.stages.failure = StageError("stage half did not show")
+def test_a_stage_that_cannot_be_reached_ends_the_run_and_is_a_problem(world: World) -> None:
+    world.stages.failure = StageError("prefill-0 refused a prefill")
     rounds = world.strike(Fault.STOP, Fault.STOP)
     assert rounds.findings.rounds == []
-    assert rounds.findings.problems == ["round 1 could not be finished: stage half did not show"]
+    assert rounds.findings.problems == ["round 1 could not be finished: prefill-0 refused a prefill"]
+
+
+def test_an_engine_is_struck_although_its_stage_was_missed_and_the_round_says_so(world: World) -> None:
+    world.stages.failure = StageMissedError("stage half did not show")
+    rounds = world.strike(Fault.KILL)
+    [result] = rounds.findings.rounds
+    assert not result.seen
+    assert rounds.findings.problems == []
+    assert any("kill prefill-0 at (half)" in line for line in world.lines)
+    assert any(line.startswith("1 rounds missed their stage") for line in summary([result], ()))
 
 
 def test_an_idle_engine_is_struck_before_the_load_begins(world: World) -> None:

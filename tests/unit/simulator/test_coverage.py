@@ -17,7 +17,7 @@ from kvferry.protocol.states import (
     SourceEvent,
     SourceState,
 )
-from kvferry.simulator.coverage import PAIRS, recording, unvisited
+from kvferry.simulator.coverage import IMPOSSIBLE, PAIRS, recording, unvisited
 
 
 def test_every_listed_pair_is_known_once() -> None:
@@ -37,7 +37,21 @@ def test_transitions_and_late_events_are_counted() -> None:
         ("part", "told", "lost"): 2,
     }
     assert ("part", "told", "lost") not in unvisited(counts)
-    assert len(unvisited(counts)) == len(PAIRS) - 3
+    # One of the three is called impossible, and was not expected to be taken.
+    assert len(unvisited(counts)) == len(PAIRS) - len(IMPOSSIBLE) - 2
+
+
+def test_what_is_called_impossible_is_listed_and_has_a_reason() -> None:
+    assert set(IMPOSSIBLE) <= set(PAIRS)
+    assert all(IMPOSSIBLE.values())
+    assert set(unvisited({})) == set(PAIRS) - set(IMPOSSIBLE)
+    # The pairs of a run that goes well are not among them.
+    for pair in (
+        ("source", "held", "end"),
+        ("delivery", "registered", "complete"),
+        ("part", "told", "written"),
+    ):
+        assert pair not in IMPOSSIBLE
 
 
 def test_an_impossible_pair_raises_and_is_not_counted() -> None:
