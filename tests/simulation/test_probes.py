@@ -11,6 +11,9 @@ from kvferry.simulator.probes import PAUSE_SECONDS, TRIES
 from kvferry.simulator.rank import SPIN_STEPS
 from kvferry.simulator.world import World
 
+pytestmark = pytest.mark.timeout(120)
+"""So long only where something hangs; a loaded machine is slow."""
+
 
 class Saboteur:
     """Has the decode legs of probes aborted, of so many tries of each pair."""

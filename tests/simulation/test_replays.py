@@ -9,6 +9,9 @@ from kvferry.simulator.events import Commanded, FabricFault, FaultInjected, LegS
 from kvferry.simulator.options import FAULTS, Options
 from kvferry.simulator.run import simulate
 
+pytestmark = pytest.mark.timeout(120)
+"""So long only where something hangs; a loaded machine is slow."""
+
 REPLAYS = Options(faults=frozenset({"replay", "abort"}))
 LATE_WRITES = Options(faults=frozenset({"late_write"}))
 SEEDS = range(25)
@@ -82,7 +85,6 @@ def test_nobody_replays_where_that_is_switched_off() -> None:
     assert "delay_post" not in names.struck
 
 
-@pytest.mark.timeout(60)
 def test_late_writes_meet_an_abort_a_preemption_and_a_partition() -> None:
     names = played(LATE_WRITES)
     assert {"delay_post", "stall", "abort", "preempt", "partition", "replay"} <= set(names.struck)

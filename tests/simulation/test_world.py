@@ -34,6 +34,9 @@ from kvferry.simulator.options import FAULTS, WORLDS, Options
 from kvferry.simulator.run import simulate
 from kvferry.simulator.world import World
 
+pytestmark = pytest.mark.timeout(120)
+"""So long only where something hangs; a loaded machine is slow."""
+
 SEEDS = range(12)
 
 

@@ -18,7 +18,18 @@ from kvferry.protocol.messages import (
 )
 from kvferry.protocol.outputs import Send
 from kvferry.protocol.producer_host import check_length
-from kvferry.protocol.reasons import CANCELLED, MALFORMED, PEER_LOST, TABLE_FULL, because, coded
+from kvferry.protocol.reasons import (
+    CANCELLED,
+    FETCHED,
+    MALFORMED,
+    PEER_LOST,
+    TABLE_FULL,
+    UNKNOWN,
+    WRITTEN,
+    because,
+    code_of,
+    coded,
+)
 from kvferry.protocol.sources import (
     Delivery,
     DeliveryKey,
@@ -218,9 +229,15 @@ def _answer_late(
 ) -> None:
     state.count("late_message")
     key = _key(peer, message)
-    answer = tombstone.answers.get(key) or _denial(peer, message, tombstone.outcome)
+    answer = tombstone.answers.get(key) or _denial(peer, message, _too_late(tombstone))
     if _remember(state, tombstone.answers, key, answer):
         state.outputs.append(Send(peer, answer))
+
+
+def _too_late(tombstone: Tombstone) -> str:
+    """Why who comes late gets nothing: a good end for others is no reason that it could be counted under."""
+    good = code_of(tombstone.outcome) in (WRITTEN, FETCHED, CANCELLED)
+    return because(UNKNOWN, f"ended before: {tombstone.outcome}") if good else tombstone.outcome
 
 
 def _deny(
@@ -270,7 +287,7 @@ def _ended_answer(state: ProducerState, transfer: TransferId, key: DeliveryKey) 
         return None
     if key in tombstone.answers or tombstone.only_denials:
         return tombstone.answers.get(key)
-    late = _failed(transfer, key, tombstone.outcome, 0)
+    late = _failed(transfer, key, _too_late(tombstone), 0)
     return late if _remember(state, tombstone.answers, key, late) else None
 
 

@@ -1104,11 +1104,15 @@ def test_each_attempt_has_its_answer_after_the_end_and_in_another_life() -> None
     assert rank.results() == [Released(T, "written")]
     answer = Written(transfer=T, consumer=C, start=0, stop=4)
     assert rank.hear(register(4)) == [Send(D0, answer)]
-    assert rank.hear(register(4, first=50, attempt=2)) == [Send(D0, failed("written", attempt=2))]
+    assert rank.hear(register(4, first=50, attempt=2)) == [
+        Send(D0, failed("unknown_transfer: ended before: written", attempt=2))
+    ]
     assert rank.hear(cancel(attempt=3)) == [Send(D0, fence(3))]
     rank.command(*computed(4))
     assert rank.hear(register(4)) == [Send(D0, answer)]
-    assert rank.hear(register(4, attempt=2)) == [Send(D0, failed("written", attempt=2))]
+    assert rank.hear(register(4, attempt=2)) == [
+        Send(D0, failed("unknown_transfer: ended before: written", attempt=2))
+    ]
     assert rank.hear(register(4, attempt=3)) == [Send(D0, fence(3))]
     assert rank.posts() == []
     rank.hear(register(4, first=70, attempt=4))
