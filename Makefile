@@ -59,6 +59,7 @@ test-integration: $(READY)
 test-long: $(READY)
 	$(BIN)/python -m pytest -q -m long --timeout 1800
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -q tests/property -m "not integration" --timeout 1800
+	$(BIN)/kvferry simulate --mutants --jobs $(WORKERS)
 
 compat: $(READY) $(COMPAT_READY)
 	$(COMPAT_VENV)/bin/python -m pytest -q $(END_TO_END) --timeout 300

@@ -28,7 +28,9 @@ from kvferry.protocol.commands import (
     Receive,
     Received,
     ReceiveFailed,
+    Reclaim,
     Released,
+    Relinquish,
     Result,
     Source,
     Withdraw,
@@ -221,7 +223,11 @@ class Pair:
         self._command_producers(Preempt(names, self._ticket))
         return self._ticket
 
-    def _command_producers(self, command: Expect | Advance | Finish | Abandon | Preempt) -> None:
+    def reclaim(self, transfer: str, reason: str = "starved: others wait for the memory") -> None:
+        """The engine wants leased blocks back."""
+        self._command_producers(Reclaim(TransferId(transfer), reason))
+
+    def _command_producers(self, command: Expect | Advance | Finish | Abandon | Preempt | Reclaim) -> None:
         for name, core in self.producers.items() if not self.dead else ():
             core.handle_command(command, self.clock(name))
             self._drain_producer(name)
@@ -256,6 +262,12 @@ class Pair:
     ) -> None:
         """The request needs nothing (any more)."""
         command = Withdraw(TransferId(transfer), ConsumerId(consumer), SOURCE, reason)
+        self.consumers[PeerName(at)].handle_command(command, self.now)
+        self.run()
+
+    def relinquish(self, transfer: str, consumer: str = "c0", at: str = "d0") -> None:
+        """The engine wants a destination back."""
+        command = Relinquish(TransferId(transfer), ConsumerId(consumer))
         self.consumers[PeerName(at)].handle_command(command, self.now)
         self.run()
 

@@ -96,6 +96,9 @@ class _Stage:
     def _do_abandon(self, transfer: str, reason: str) -> None:
         self._world.abandon(transfer, reason)
 
+    def _do_reclaim(self, transfer: str) -> None:
+        self._world.reclaim(transfer)
+
     def _do_preempt(self, *transfers: str) -> None:
         self._world.preempt(*transfers)
 
@@ -112,6 +115,9 @@ class _Stage:
         self, transfer: str, consumer: str = "c0", at: str = "d0", reason: str = "client left"
     ) -> None:
         self._world.withdraw(transfer, consumer, at, reason)
+
+    def _do_relinquish(self, transfer: str, consumer: str = "c0", at: str = "d0") -> None:
+        self._world.relinquish(transfer, consumer, at)
 
     def _do_complete(self, *numbers: int, producer: str = "p0") -> None:
         self._world.complete(*numbers, producer=producer)

@@ -5,10 +5,12 @@ Waits are for conditions, with a bound that only a broken build reaches.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +20,15 @@ from kvferry.agent.links import Identity
 from kvferry.errors import TransportError
 from kvferry.ids import ConsumerId, EngineId, Incarnation, PeerName, Rank, TransferId
 from kvferry.layout.spec import encode_spec
-from kvferry.protocol.commands import Advance, Expect, Finish, Received, Released, Result
+from kvferry.protocol.commands import (
+    Advance,
+    Expect,
+    Finish,
+    Received,
+    ReceiveFailed,
+    Released,
+    Result,
+)
 from kvferry.protocol.limits import Limits
 from kvferry.transport.memory import MemoryFabric, MemoryTransport, Traffic
 from tests.support.ranks import BLOCK_TOKENS, DirectResolver, TestRank, World, prefill, receive, source_of
@@ -224,6 +234,33 @@ def test_an_agent_that_breaks_fails_its_receptions_and_calls_no_block_safe(
     assert not results[0].fenced  # type: ignore[attr-defined]
     assert not agent.alive
     assert not agent.submit(Expect(T1, 16))
+    assert "the transfer agent has stopped" in caplog.text
+
+
+def test_an_agent_whose_engine_is_gone_stops_and_calls_no_block_safe(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P04, P46: peers count the rank as dead a moment after its engine, so it must post nothing more."""
+    gone = threading.Event()
+    parent = SimpleNamespace(is_alive=lambda: not gone.is_set())
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: parent)
+    world = World()
+    [rank] = world.engine("D", 1)
+    fabric = MemoryFabric(random=Random(1), clock=time.monotonic)
+    resolver = DirectResolver()
+    resolver.held.add(7)
+    transport = functools.partial(MemoryTransport, fabric)
+    agent = Agent(rank.identity, rank.cache, transport, Limits(), resolver)
+    agent.start()
+    agent.submit(receive(T1, "r1", source_of(rank, 7), [20], BLOCK_TOKENS))
+    eventually(lambda: resolver.asked)
+    assert agent.alive
+    gone.set()
+    results: list[Result] = []
+    eventually(lambda: results.extend(agent.results()) or results)
+    reason = "closed: the engine that started this rank is gone"
+    assert results == [ReceiveFailed(T1, ConsumerId("r1"), reason, 0, fenced=False)]
+    assert not agent.alive
     assert "the transfer agent has stopped" in caplog.text
 
 

@@ -13,6 +13,7 @@ from kvferry.protocol.commands import (
     Receive,
     Received,
     ReceiveFailed,
+    Released,
     Relinquish,
     Withdraw,
 )
@@ -351,6 +352,32 @@ def test_an_engine_that_is_stuck_gives_destinations_back_whose_prefill_has_not_b
     engine.agent.say(ReceiveFailed("transfer-a", "a", "starved", 0, fenced=True))
     engine.steps(3)
     assert [command.consumer for command in engine.agent.take() if isinstance(command, Receive)] == ["b"]
+
+
+def test_an_engine_that_is_stuck_takes_leases_back_when_it_has_no_destination_to_give(engine_of):
+    """G07: its own request waits for what it has handed out; the longest held lease goes first."""
+    engine = engine_of(blocks=21, extra=(("starved_seconds", 5.0),))
+    now = [100.0]
+    engine.side._clock = lambda: now[0]
+    for first, name in ((1, "one"), (2, "two")):
+        engine.add(
+            name, range(first, first + 150), {"do_remote_decode": True, "transfer_id": f"lease-{name}"}
+        )
+        engine.steps(3)
+    assert engine.side.producer.held_count == 2
+    engine.add("r", 40, SOURCE)
+    engine.step()
+    engine.agent.take()
+    found = []
+    for _ in range(11):
+        now[0] += 1.0
+        engine.step()
+        found += [(now[0] - 100.0, command.transfer) for command in engine.agent.take()]
+    assert found == [(5.0, "lease-one"), (10.0, "lease-two")]
+    engine.agent.say(Released("lease-one", "starved"))
+    engine.steps(2)
+    [command] = engine.agent.take()
+    assert isinstance(command, Receive)
 
 
 def test_an_engine_that_computes_is_not_stuck(engine_of):

@@ -10,6 +10,7 @@ from kvferry.host.orders import Sender, StepOrders
 from kvferry.host.worker import FerryWorker
 from kvferry.protocol.commands import (
     Advance,
+    AnnounceCommand,
     BlocksSafe,
     Drained,
     Expect,
@@ -317,6 +318,22 @@ def test_nobody_recomputes_for_a_request_that_has_gone(agent, how, fenced):
     agent.say(BlocksSafe("t", "r"))
     assert worker.collect(()).finished.receiving == (set() if fenced else {"r"})
     assert worker.take_bad_blocks() == set()
+
+
+def test_a_destination_that_is_refused_takes_its_announcement_back(agent):
+    """Promise 7: the announcement may have been taken; nobody else would ever end it, nor the lease."""
+    worker = worker_of(agent)
+    worker.begin(StepOrders(commands=[AnnounceCommand("t", "r", SOURCE)]))
+    agent.refuse = True
+    worker.begin(StepOrders(commands=[RECEIVE]))
+    assert agent.take() == [
+        AnnounceCommand("t", "r", SOURCE),
+        Withdraw("t", "r", SOURCE, "table_full"),
+    ]
+    out = worker.collect(())
+    assert out.finished.receiving == {"r"}
+    assert worker.take_bad_blocks() == {10, 11, 20, 21, 22}
+    assert worker.open_count == 0
 
 
 def test_safety_of_what_has_not_failed_says_nothing(agent):

@@ -1262,6 +1262,19 @@ def test_asked_for_twice_is_answered_once() -> None:
     assert rank.core.state.counts == {"received_twice": 1, "announce_dropped": 1}
 
 
+def test_asked_for_again_while_it_is_in_quarantine_is_answered_at_once() -> None:
+    """P39, P64: no request waits for ever. Nobody knows of the new blocks; the old ones stay in doubt."""
+    rank = Rank()
+    rank.command(receive())
+    rank.at(10.0)
+    assert rank.results() == [failure(SILENT, fenced=False)]
+    assert rank.command(announce(), receive()) == []
+    reason = "malformed: its name is that of a request in quarantine"
+    assert rank.results() == [ReceiveFailed(T, C, reason, 0, fenced=True)]
+    rank.at(LAPSE)
+    assert rank.results() == [BlocksSafe(T, C)]
+
+
 def test_children_of_one_transfer_end_each_by_itself() -> None:
     """P19."""
     rank = Rank()

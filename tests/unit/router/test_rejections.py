@@ -125,14 +125,27 @@ async def test_a_retry_releases_what_the_first_dispatch_left() -> None:
         assert world.p.requests[1].params["transfer_id"] != first.params["transfer_id"]
 
 
-async def test_a_served_request_and_an_open_prefill_are_released_by_nobody() -> None:
-    """A decode engine that has answered ends the lease itself."""
+async def test_a_prefill_leg_that_was_cut_off_is_released_too() -> None:
+    """P17, P49: its engine may have ended it before it heard of that, and its answer was on the way."""
     async with router_world() as world:
-        async with world.complete() as response:
-            assert response.status == 200
         world.p.plan(hanging())
         world.d.plan(failing(400))
         async with world.complete() as response:
             assert response.status == 400
-        await world.legs_ended()
+        await until(lambda: world.p.releases)
+        transfers = [one.params["transfer_id"] for one in (*world.p.requests, *world.p.releases)]
+        assert transfers[0] == transfers[1]
+
+
+async def test_a_served_request_and_a_refused_prefill_are_released_by_nobody() -> None:
+    """A decode engine that has answered ends the lease itself, and what was refused holds nothing."""
+    async with router_world() as world:
+        async with world.complete() as response:
+            assert response.status == 200
+        world.p.plan(failing(400))
+        world.d.plan(hanging())
+        async with world.complete() as response:
+            assert response.status == 400
+        await until(lambda: not len(world.router.dispatcher.background))
+        assert len(world.p.requests) == 2
         assert world.p.releases == []
