@@ -1,12 +1,15 @@
 """The `kvferry` command: finds the module of a command, and turns errors into advice and exit codes.
 
-Exit codes: 0 done, 1 the command ran and failed, 2 wrong use, 130 interrupted.
+Exit codes: 0 done, 1 the command ran and failed, 2 wrong use, 130 interrupted, 141 nobody reads what it says.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -38,6 +41,9 @@ COMMANDS = {
     "version": ("kvferry.cli.version", "print the versions of kvferry, vLLM, NIXL and torch"),
 }
 
+EXTRAS = {"numpy": "sim", "vllm": "vllm", "torch": "vllm", "nixl": "vllm", "zmq": "vllm"}
+"""Modules that a plain installation lacks, and the extra that brings each."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (the process's own by default) and return its exit code."""
@@ -51,6 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # Whoever reads our output has enough, as `head` has. Nothing more may be written at exit either.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        print(f"kvferry: this command needs {error.name}: pip install 'kvferry[{extra}]'", file=sys.stderr)
+        return 2
 
 
 def _run(arguments: list[str]) -> int:

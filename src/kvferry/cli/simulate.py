@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from kvferry.simulator.timeline import Recorder
 
 SEEDS, MUTANT_SEEDS = 1000, 2000
+NUMBER_MAX = 9999
+"""No workload item and no fault has a higher number."""
 SHRUNK_MAX = 3
 """So many failing seeds are made smaller."""
 
@@ -58,13 +60,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--world",
         default="small",
         metavar="NAME",
-        help="small, wide, tall, both, long, ... (default: %(default)s)",
+        help="small: two or three engines; wide: up to eight of a kind; tall: four ranks each; both: every "
+        "engine prefills and decodes; long: many requests; calm: no faults (default: %(default)s)",
     )
     world.add_argument(
         "--faults",
         default="all",
         metavar="NAMES",
-        help="all, none, or names with commas (default: %(default)s)",
+        help="all, none, or names with commas, of which each seed draws some (default: %(default)s)",
     )
     one = parser.add_argument_group("one seed")
     one.add_argument("--replay", type=int, metavar="SEED", help="show this seed's history, event by event")
@@ -142,6 +145,8 @@ def _numbers(text: str) -> frozenset[int]:
         if match is None:
             raise UsageError(f"--drop: {part!r} is neither a number nor a range like 7-9")
         first, last = int(match[1]), int(match[2] or match[1])
+        if not first <= last <= NUMBER_MAX:
+            raise UsageError(f"--drop: {part!r} must rise, and numbers go to {NUMBER_MAX} at most")
         numbers.update(range(first, last + 1))
     return frozenset(numbers)
 

@@ -85,6 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(namespace: argparse.Namespace) -> int:
     """Run the rounds and print one line each, then the summary."""
+    if namespace.seed < 0:
+        raise UsageError(f"--seed must not be negative, {namespace.seed} is")
     goes_on = duration(namespace)
     with termination_interrupts(), _model(namespace) as model, Fleet(report=_say) as fleet:
         context = context_tokens(model)

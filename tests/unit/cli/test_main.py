@@ -113,3 +113,38 @@ def test_version_prints_what_is_there_and_what_is_missing(
         ["NIXL", "not installed"],
         ["torch", "2.13.0+cpu"],
     ]
+
+
+@pytest.mark.parametrize(("module", "extra"), [("numpy", "sim"), ("vllm.config", "vllm")])
+def test_a_missing_library_is_named_with_the_extra_that_brings_it(
+    module: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(arguments: list[str]) -> int:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    monkeypatch.setattr(cli, "_run", fail)
+    assert cli.main(["simulate"]) == 2
+    assert f"needs {module}: pip install 'kvferry[{extra}]'" in capsys.readouterr().err
+
+
+def test_a_module_of_our_own_that_is_missing_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(arguments: list[str]) -> int:
+        raise ModuleNotFoundError("No module named 'kvferry.x'", name="kvferry.x")
+
+    monkeypatch.setattr(cli, "_run", fail)
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["simulate"])
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    """`kvferry ... | head`: no traceback, and the shell's code for a broken pipe."""
+    program = "import sys; from kvferry.cli.main import main; sys.exit(main(['simulate', '--replay', '0']))"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(10)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 141

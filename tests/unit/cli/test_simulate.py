@@ -376,6 +376,5 @@ def test_processes_are_ended_when_the_printing_fails(run: Run, monkeypatch: pyte
         raise BrokenPipeError
 
     monkeypatch.setattr(command, "_say", closed)
-    with pytest.raises(BrokenPipeError):
-        run("--seeds", "1000", "--jobs", "2")
+    run("--seeds", "1000", "--jobs", "2")
     assert multiprocessing.active_children() == []
