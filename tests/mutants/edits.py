@@ -92,8 +92,15 @@ class Item:
         before = table.get(self.key, ABSENT)
         if before is self.value or before == self.value:
             raise DriftError(f"{self.target}: entry {self.key!r} has this value already")
+        whole = dict(table)
         _put(table, self.key, self.value)
-        return lambda: _put(table, self.key, before)
+
+        def undo() -> None:
+            # In the order that it had: the protocol's page is generated from it.
+            table.clear()
+            table.update(whole)
+
+        return undo
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvferry.ids import ConsumerId
-from kvferry.simulator.events import LegSent, Observed
-from kvferry.simulator.options import Options
-from kvferry.simulator.probes import PAUSE_SECONDS, TRIES
-from kvferry.simulator.rank import SPIN_STEPS
-from kvferry.simulator.world import World
+from kvferry.simulator.engine.rank import SPIN_STEPS
+from kvferry.simulator.ground.events import LegSent, Observed
+from kvferry.simulator.ground.options import Options
+from kvferry.simulator.play.history import History
+from kvferry.simulator.play.probes import PAUSE_SECONDS, TRIES
 
 pytestmark = pytest.mark.timeout(120)
 """So long only where something hangs; a loaded machine is slow."""
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.timeout(120)
 class Saboteur:
     """Has the decode legs of probes aborted, of so many tries of each pair."""
 
-    def __init__(self, world: World, tries: int) -> None:
-        self.world = world
+    def __init__(self, history: History, tries: int) -> None:
+        self.history = history
         self.left = tries
         self.probes: list[float] = []
 
@@ -32,62 +32,63 @@ class Saboteur:
         elif self.left:
             self.left -= 1
             consumer = ConsumerId(event.request)
-            self.world.later(0.0, lambda: self.world.levers.abort_decode(event.transfer, consumer))
+            levers = self.history.levers
+            self.history.world.later(0.0, lambda: levers.abort_decode(event.transfer, consumer))
 
 
-def play(tries: int) -> tuple[World, Saboteur]:
-    world = World(5, Options(world="calm"))
-    saboteur = Saboteur(world, tries)
-    world.observers.append(saboteur)
-    world.run()
-    return world, saboteur
+def play(tries: int) -> tuple[History, Saboteur]:
+    history = History(5, Options(world="calm"))
+    saboteur = Saboteur(history, tries)
+    history.world.ground.watch(saboteur)
+    history.run()
+    return history, saboteur
 
 
 def test_each_producer_is_asked_for_one_more_transfer_to_each_consumer() -> None:
-    world, saboteur = play(0)
-    engines = world.shape.engines
+    history, saboteur = play(0)
+    engines = history.world.shape.engines
     pairs = [(p, c) for p in engines for c in engines if p.produces and c.consumes and p is not c]
     assert len(saboteur.probes) == len(pairs)
-    assert world.violations == []
+    assert history.violations == []
 
 
 def test_one_failed_probe_is_tried_again_after_a_pause() -> None:
-    world, saboteur = play(1)
-    assert world.violations == []
+    history, saboteur = play(1)
+    assert history.violations == []
     first, second = saboteur.probes[:2]
     assert second - first >= PAUSE_SECONDS
 
 
 def test_a_second_failed_probe_has_no_excuse() -> None:
-    world, saboteur = play(TRIES)
-    [violation] = world.violations
+    history, saboteur = play(TRIES)
+    [violation] = history.violations
     assert violation.promise == 6
     assert "still fails" in violation.what
     assert saboteur.left == 0
 
 
 def test_an_agent_that_never_sleeps_is_noticed() -> None:
-    world = World(5, Options(world="calm"))
+    history = History(5, Options(world="calm"))
 
     def spin() -> None:
-        process = next(iter(world.engines.values())).ranks[0]  # type: ignore[union-attr]
+        process = next(iter(history.world.engines.values())).ranks[0]  # type: ignore[union-attr]
         for _ in range(2 * SPIN_STEPS):
             process.step()
 
-    world.at(0.01, spin)
+    history.world.at(0.01, spin)
     with pytest.raises(AssertionError, match="spins"):
-        world.run()
+        history.run()
 
 
 def test_a_wake_up_that_the_agent_sleeps_through_is_lost_here_too() -> None:
     """The world steps an agent when it would have polled: one that says it need not poll is not stepped."""
-    world = World(5, Options(world="calm"))
-    world.at(0.005, lambda: _deafen(world))
-    world.run()
-    assert any("receiving" in what for what in world.inspection.remains())
+    history = History(5, Options(world="calm"))
+    history.world.at(0.005, lambda: _deafen(history))
+    history.run()
+    assert any("receiving" in what for what in history.inspection.remains())
 
 
-def _deafen(world: World) -> None:
-    for engine in world.engines.values():
+def _deafen(history: History) -> None:
+    for engine in history.world.engines.values():
         for process in engine.ranks if engine is not None and engine.facts.consumes else ():
             process.loop._pause = lambda: float("inf")  # type: ignore[method-assign]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvferry.protocol.commands import Receive
-from kvferry.simulator.events import Commanded, FabricFault, FaultInjected, LegSent, Observed
-from kvferry.simulator.options import FAULTS, Options
+from kvferry.simulator.ground.events import Commanded, FabricFault, FaultInjected, LegSent, Observed
+from kvferry.simulator.ground.options import FAULTS, Options
 from kvferry.simulator.run import simulate
 
 pytestmark = pytest.mark.timeout(120)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import pytest
 
 from kvferry.cli.simulate_report import failure_lines
-from kvferry.simulator.batch import Batch, Tally, run_batch
-from kvferry.simulator.options import FAULTS, WORLDS, Options
-from kvferry.simulator.processes import spread
+from kvferry.simulator.ground.options import FAULTS, WORLDS, Options
 from kvferry.simulator.run import simulate
+from kvferry.simulator.trials.batch import Batch, Tally, run_batch
+from kvferry.simulator.trials.processes import spread
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,9 @@ class FailedOnce:
 # A seed means another history when the world's code changes, so the transcript is what keeps a bug away; the
 # seed stays because it is cheap.
 FAILED_ONCE: tuple[FailedOnce, ...] = ()
+
+pytestmark = pytest.mark.timeout(120)
+"""So long only where something hangs; a loaded machine is slow."""
 
 SMALL_SEEDS = 100
 OTHER_SEEDS = {"both": 10, "calm": 10, "long": 2, "tall": 5, "wide": 3}
@@ -59,12 +62,10 @@ def test_what_failed_once_is_right() -> None:
     assert "\n".join(filter(None, found)) == ""
 
 
-@pytest.mark.timeout(120)
 def test_the_small_world_keeps_every_promise() -> None:
     assert broken(FIRST, SMALL_SEEDS, Options()) == ""
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("world", sorted(OTHER_SEEDS))
 def test_other_worlds_keep_every_promise(world: str) -> None:
     assert broken(FIRST, OTHER_SEEDS[world], Options(world=world)) == ""
@@ -81,7 +82,6 @@ def test_each_fault_alone_breaks_no_promise(fault: str) -> None:
     assert found == [()] * 3
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_same_seed_is_the_same_history(world: str) -> None:
     first, again = (simulate(FIRST, Options(world=world)) for _ in range(2))
@@ -89,7 +89,6 @@ def test_the_same_seed_is_the_same_history(world: str) -> None:
     assert first.events > 0
 
 
-@pytest.mark.timeout(60)
 def test_who_watches_changes_nothing() -> None:
     plain, traced = simulate(FIRST, Options()), simulate(FIRST, Options(), traced=True)
     assert plain.trace_hash == traced.trace_hash
@@ -103,14 +102,12 @@ def hashes(seed_and_world: tuple[int, str]) -> str:
     return simulate(seed, Options(world=world)).trace_hash
 
 
-@pytest.mark.timeout(120)
 def test_another_process_sees_the_same_history() -> None:
     tasks = [(FIRST + number, world) for world in ("small", "both", "tall") for number in range(2)]
     elsewhere = dict(spread(hashes, tasks, jobs=1))
     assert elsewhere == {task: hashes(task) for task in tasks}
 
 
-@pytest.mark.timeout(60)
 def test_without_an_item_the_history_is_another_one() -> None:
     """What shrinking relies on: every number that is named can be left out, and then is not there."""
     whole = simulate(FIRST, Options())

@@ -11,8 +11,9 @@ from random import Random
 import pytest
 
 from kvferry.ids import EngineId
-from kvferry.simulator import faults, options
-from kvferry.simulator.events import (
+from kvferry.simulator.faults import chance
+from kvferry.simulator.ground import options
+from kvferry.simulator.ground.events import (
     BlocksReturned,
     BlocksTaken,
     Commanded,
@@ -30,9 +31,10 @@ from kvferry.simulator.events import (
     Reported,
     RequestEnded,
 )
-from kvferry.simulator.options import FAULTS, WORLDS, Options
+from kvferry.simulator.ground.options import FAULTS, WORLDS, Options
+from kvferry.simulator.play.history import History
 from kvferry.simulator.run import simulate
-from kvferry.simulator.world import World
+from kvferry.simulator.world.world import World
 
 pytestmark = pytest.mark.timeout(120)
 """So long only where something hangs; a loaded machine is slow."""
@@ -68,7 +70,7 @@ def test_the_same_seed_gives_the_same_history_in_another_process() -> None:
     """Whatever that process's hash seed is: no set of texts decides the order of anything."""
     program = (
         "from kvferry.simulator.run import simulate\n"
-        "from kvferry.simulator.options import Options\n"
+        "from kvferry.simulator.ground.options import Options\n"
         "for seed in range(2):\n"
         "    print(simulate(seed, Options(world='both')).trace_hash)"
     )
@@ -100,13 +102,13 @@ def test_nothing_fails_in_a_calm_world(seed: int) -> None:
 
 
 def test_every_decode_request_of_a_calm_world_is_served() -> None:
-    world = World(5, Options(world="calm"))
-    world.run()
-    dispatches = world.router.dispatches.values()
-    asked = sum(len(dispatch.decodes) for dispatch in dispatches)
-    assert asked >= world.shape.transfers
-    assert world.router.served == asked
-    assert world.inspection.remains() == []
+    history = History(5, Options(world="calm"))
+    history.run()
+    router = history.world.router
+    asked = sum(len(dispatch.decodes) for dispatch in router.dispatches.values())
+    assert asked >= history.world.shape.transfers
+    assert router.served == asked
+    assert history.inspection.remains() == []
 
 
 @pytest.mark.parametrize("name", WORLDS)
@@ -154,7 +156,7 @@ def test_unknown_worlds_and_faults_are_refused_by_name() -> None:
 def test_every_kind_of_fault_happens_in_some_history() -> None:
     """A fault that cannot happen proves nothing."""
     worlds = (World(seed, Options()) for seed in range(200))
-    drawn = {fault.kind for world in worlds for fault in faults.draw(world, Random(world.seed))}
+    drawn = {fault.kind for world in worlds for fault in chance.draw(world, Random(world.seed))}
     assert drawn == options_by_chance()
 
 
@@ -193,14 +195,14 @@ def test_observers_see_every_kind_of_event() -> None:
 
 
 def _played(
-    act: Callable[[World], bool], *, at_seconds: float = 0.02, seed: int = 5
-) -> tuple[World, Seen, bool]:
+    act: Callable[[History], bool], *, at_seconds: float = 0.02, seed: int = 5
+) -> tuple[History, Seen, bool]:
     """A calm history into which `act` reaches once."""
-    world, seen, applied = World(seed, Options(world="calm")), Seen(), []
-    world.observers.append(seen)
-    world.at(at_seconds, lambda: applied.append(act(world)))
-    world.run()
-    return world, seen, applied[0]
+    history, seen, applied = History(seed, Options(world="calm")), Seen(), []
+    history.world.ground.watch(seen)
+    history.world.at(at_seconds, lambda: applied.append(act(history)))
+    history.run()
+    return history, seen, applied[0]
 
 
 def _first_engine(world: World, *, produces: bool) -> EngineId:
@@ -208,35 +210,35 @@ def _first_engine(world: World, *, produces: bool) -> EngineId:
 
 
 def test_a_crashed_engine_is_down_until_it_is_started_again() -> None:
-    def act(world: World) -> bool:
-        engine = _first_engine(world, produces=True)
-        applied = world.levers.crash(engine)
-        assert world.inspection.ranks(engine) == ()
-        assert not world.levers.crash(engine)
-        world.levers.restart(engine, 0.5)
+    def act(history: History) -> bool:
+        engine = _first_engine(history.world, produces=True)
+        applied = history.levers.crash(engine)
+        assert history.inspection.ranks(engine) == ()
+        assert not history.levers.crash(engine)
+        history.levers.restart(engine, 0.5)
         return applied
 
-    world, seen, applied = _played(act)
+    history, seen, applied = _played(act)
     assert applied
     [crashed] = seen.of(EngineCrashed)
     started = [event for event in seen.of(EngineStarted) if event.engine == crashed.engine]  # type: ignore[attr-defined]
     assert [event.at_seconds for event in started] == [0.0, pytest.approx(0.52)]
     assert not set(started[0].ranks) & set(started[1].ranks)  # type: ignore[attr-defined]
-    assert world.inspection.remains() == []
+    assert history.inspection.remains() == []
 
 
 def test_ranks_may_outlive_their_core() -> None:
     """The directory refuses at once, while the agents still write: a refusal alone is a proof of nothing."""
     deaths: list[float] = []
 
-    def act(world: World) -> bool:
-        engine = _first_engine(world, produces=True)
-        ranks = [world.network.process(name) for name in world.inspection.ranks(engine)]
-        applied = world.levers.crash(engine, ranks_linger_seconds=0.3)
-        assert world.engines[engine] is None
+    def act(history: History) -> bool:
+        engine = _first_engine(history.world, produces=True)
+        ranks = [history.world.network.process(name) for name in history.inspection.ranks(engine)]
+        applied = history.levers.crash(engine, ranks_linger_seconds=0.3)
+        assert history.world.engines[engine] is None
         assert all(rank.alive for rank in ranks)
-        world.later(0.29, lambda: deaths.append(sum(rank.alive for rank in ranks)))
-        world.later(0.31, lambda: deaths.append(sum(rank.alive for rank in ranks)))
+        history.world.later(0.29, lambda: deaths.append(sum(rank.alive for rank in ranks)))
+        history.world.later(0.31, lambda: deaths.append(sum(rank.alive for rank in ranks)))
         return applied
 
     _, seen, applied = _played(act)
@@ -247,11 +249,11 @@ def test_ranks_may_outlive_their_core() -> None:
 
 
 def test_a_partition_keeps_messages_from_arriving_and_ends() -> None:
-    def act(world: World) -> bool:
-        one, other = _first_engine(world, produces=True), _first_engine(world, produces=False)
-        applied = world.levers.cut(one, other, 1.0)
-        assert world.network.is_cut(other, one)
-        world.later(1.01, lambda: ended.append(not world.network.is_cut(other, one)))
+    def act(history: History) -> bool:
+        one, other = _first_engine(history.world, produces=True), _first_engine(history.world, produces=False)
+        applied = history.levers.cut(one, other, 1.0)
+        assert history.world.network.is_cut(other, one)
+        history.world.later(1.01, lambda: ended.append(not history.world.network.is_cut(other, one)))
         return applied
 
     ended: list[bool] = []
@@ -263,9 +265,9 @@ def test_a_partition_keeps_messages_from_arriving_and_ends() -> None:
 
 
 def test_levers_that_find_nothing_say_so() -> None:
-    world = World(5, Options(world="calm"))
-    world.run()
-    transfer = next(iter(world.router.dispatches))
-    assert not world.levers.abort_prefill(transfer)
-    assert not world.levers.preempt("nobody")
-    assert not world.levers.restart(EngineId("nobody"))
+    history = History(5, Options(world="calm"))
+    history.run()
+    transfer = next(iter(history.world.router.dispatches))
+    assert not history.levers.abort_prefill(transfer)
+    assert not history.levers.preempt("nobody")
+    assert not history.levers.restart(EngineId("nobody"))

@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from kvferry.simulator.events import Observer
-from kvferry.simulator.options import Options
-from kvferry.simulator.outcome import Outcome, Violation
-from kvferry.simulator.trace import TraceHash, TraceLines
+from kvferry.simulator.ground.events import Observer
+from kvferry.simulator.ground.options import Options
+from kvferry.simulator.ground.outcome import Outcome, Violation
+from kvferry.simulator.watch.trace import TraceHash, TraceLines
 from tests.support.sample_history import one_transfer
 
 ITEMS = 12

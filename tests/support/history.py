@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from kvferry.ids import ConsumerId, EngineId, PeerName, TransferId
 from kvferry.layout.spans import to_spans
 from kvferry.protocol.commands import Advance, Command, Preempt, Receive, Result, Source
-from kvferry.simulator.checkers.base import Checker
-from kvferry.simulator.checkers.ledger import Ledger
-from kvferry.simulator.events import (
+from kvferry.simulator.ground.events import (
     BlocksReturned,
     BlocksTaken,
     Commanded,
@@ -26,6 +24,8 @@ from kvferry.simulator.events import (
     Reported,
     RequestEnded,
 )
+from kvferry.simulator.watch.checkers.base import Checker
+from kvferry.simulator.watch.checkers.ledger import Ledger
 from kvferry.transport.base import PostState
 
 PRODUCER, CONSUMER = EngineId("P"), EngineId("D")

@@ -6,7 +6,7 @@ from kvferry.ids import ConsumerId, EngineId, PeerName, TransferId
 from kvferry.protocol import commands as cmd
 from kvferry.protocol import messages as msg
 from kvferry.protocol.codec import Encoder
-from kvferry.simulator import events as ev
+from kvferry.simulator.ground import events as ev
 from kvferry.transport.base import PostState
 
 P, D = EngineId("P0"), EngineId("D0")

@@ -26,12 +26,12 @@ from kvferry.cli import simulate_report as report
 from kvferry.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvferry.simulator.batch import Batch, Tally
-    from kvferry.simulator.mutation import Verdict
-    from kvferry.simulator.options import Options
-    from kvferry.simulator.outcome import Violation
-    from kvferry.simulator.table import Grid
-    from kvferry.simulator.timeline import Recorder
+    from kvferry.simulator.ground.options import Options
+    from kvferry.simulator.ground.outcome import Violation
+    from kvferry.simulator.show.table import Grid
+    from kvferry.simulator.show.timeline import Recorder
+    from kvferry.simulator.trials.batch import Batch, Tally
+    from kvferry.simulator.trials.mutation import Verdict
 
 SEEDS, MUTANT_SEEDS = 1000, 2000
 NUMBER_MAX = 9999
@@ -128,7 +128,7 @@ def _belongs(namespace: argparse.Namespace, names: tuple[str, ...], fits: bool, 
 
 
 def _options(namespace: argparse.Namespace) -> Options:
-    from kvferry.simulator.options import Options  # noqa: PLC0415 - imported by the command that needs it
+    from kvferry.simulator.ground.options import Options  # noqa: PLC0415 - imported by the command that needs it
 
     chosen: dict[str, frozenset[str]] = {}
     if namespace.faults != "all":
@@ -165,8 +165,8 @@ def _say(lines: list[str], progress: report.Progress | None = None) -> None:
 
 
 def _batch(namespace: argparse.Namespace, options: Options) -> int:
-    from kvferry.simulator import batch as batches  # noqa: PLC0415 - as above
     from kvferry.simulator.run import simulate  # noqa: PLC0415 - as above
+    from kvferry.simulator.trials import batch as batches  # noqa: PLC0415 - as above
 
     count = namespace.seeds or SEEDS
     batch = batches.Batch(
@@ -208,9 +208,9 @@ def _count(number: int, noun: str) -> str:
 
 
 def _shrink(tally: Tally, batch: Batch) -> None:
-    from kvferry.simulator.batch import SEED_SECONDS_MAX  # noqa: PLC0415 - as above
-    from kvferry.simulator.processes import spread  # noqa: PLC0415 - as above
-    from kvferry.simulator.shrink import Shrink, shrink  # noqa: PLC0415 - as above
+    from kvferry.simulator.trials.batch import SEED_SECONDS_MAX  # noqa: PLC0415 - as above
+    from kvferry.simulator.trials.processes import spread  # noqa: PLC0415 - as above
+    from kvferry.simulator.trials.shrink import Shrink, shrink  # noqa: PLC0415 - as above
 
     tasks = [
         Shrink(failing, batch.options, batch.simulate, seed_seconds_max=SEED_SECONDS_MAX)
@@ -222,7 +222,7 @@ def _shrink(tally: Tally, batch: Batch) -> None:
 
 
 def _show_coverage(namespace: argparse.Namespace, tally: Tally) -> None:
-    from kvferry.simulator import table  # noqa: PLC0415 - as above
+    from kvferry.simulator.show import table  # noqa: PLC0415 - as above
 
     grid = _grid()
     if namespace.coverage is not None:
@@ -245,8 +245,8 @@ def _show_coverage(namespace: argparse.Namespace, tally: Tally) -> None:
 
 
 def _grid() -> Grid:
-    from kvferry.simulator import grid, stages  # noqa: PLC0415 - as above
-    from kvferry.simulator.table import Grid  # noqa: PLC0415 - as above
+    from kvferry.simulator.show.table import Grid  # noqa: PLC0415 - as above
+    from kvferry.simulator.watch import grid, stages  # noqa: PLC0415 - as above
 
     return Grid(stages.STAGES, grid.FAULTS, grid.IMPOSSIBLE)
 
@@ -256,7 +256,7 @@ def _grid() -> Grid:
 
 def _replay(namespace: argparse.Namespace, options: Options) -> int:
     from kvferry.simulator.run import simulate  # noqa: PLC0415 - as above
-    from kvferry.simulator.timeline import Recorder  # noqa: PLC0415 - as above
+    from kvferry.simulator.show.timeline import Recorder  # noqa: PLC0415 - as above
 
     seed, started, recorder = namespace.replay, time.monotonic(), Recorder()
     outcome = simulate(seed, options, traced=True, observers=(recorder,))
@@ -287,8 +287,8 @@ def _first_difference(first: tuple[str, ...], second: tuple[str, ...]) -> str:
 
 
 def _draw(namespace: argparse.Namespace, recorder: Recorder, violations: tuple[Violation, ...]) -> None:
-    from kvferry.simulator.picture import draw  # noqa: PLC0415 - as above
-    from kvferry.simulator.timeline import choose, story  # noqa: PLC0415 - as above
+    from kvferry.simulator.show.picture import draw  # noqa: PLC0415 - as above
+    from kvferry.simulator.show.timeline import choose, story  # noqa: PLC0415 - as above
 
     transfer = choose(recorder.events, violations, namespace.transfer)
     title = f"seed {namespace.replay} of the {namespace.world} world"
@@ -302,8 +302,8 @@ def _draw(namespace: argparse.Namespace, recorder: Recorder, violations: tuple[V
 
 
 def _mutants(namespace: argparse.Namespace, options: Options) -> int:
-    from kvferry.simulator import mutation  # noqa: PLC0415 - as above
     from kvferry.simulator.run import simulate  # noqa: PLC0415 - as above
+    from kvferry.simulator.trials import mutation  # noqa: PLC0415 - as above
 
     checkout = mutation.find_checkout(Path.cwd())
     mutants = {one.name: one for one in mutation.chosen(mutation.load(checkout), namespace.mutants)}

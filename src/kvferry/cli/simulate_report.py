@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
-    from kvferry.simulator.mutation import Mutant, Verdict
-    from kvferry.simulator.options import Options
-    from kvferry.simulator.outcome import Outcome, Violation
-    from kvferry.simulator.shrink import Shrunk
+    from kvferry.simulator.ground.options import Options
+    from kvferry.simulator.ground.outcome import Outcome, Violation
+    from kvferry.simulator.trials.mutation import Mutant, Verdict
+    from kvferry.simulator.trials.shrink import Shrunk
 
 VIOLATIONS_SHOWN_MAX = 3
 BAR_CELLS = 24

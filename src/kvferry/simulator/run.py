@@ -7,16 +7,16 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from kvferry.simulator.aims import Aims
-from kvferry.simulator.checkers import checkers
-from kvferry.simulator.coverage import recording
-from kvferry.simulator.events import Observer
-from kvferry.simulator.grid import Grid
-from kvferry.simulator.options import Options
-from kvferry.simulator.outcome import Outcome, Violation
-from kvferry.simulator.stages import Stages
-from kvferry.simulator.trace import TraceHash, TraceLines
-from kvferry.simulator.world import World
+from kvferry.simulator.faults.aims import Aims
+from kvferry.simulator.ground.events import Observer
+from kvferry.simulator.ground.options import Options
+from kvferry.simulator.ground.outcome import Outcome, Violation
+from kvferry.simulator.play.history import History
+from kvferry.simulator.watch.checkers import checkers
+from kvferry.simulator.watch.coverage import recording
+from kvferry.simulator.watch.grid import Grid
+from kvferry.simulator.watch.stages import Stages
+from kvferry.simulator.watch.trace import TraceHash, TraceLines
 
 
 def simulate(
@@ -29,21 +29,22 @@ def simulate(
 
 def _simulate(seed: int, options: Options, *, traced: bool, observers: Sequence[Observer]) -> Outcome:
     hashing, lines = TraceHash(), TraceLines()
-    world = World(seed, options)
-    judges = checkers(world.inspection)
-    grid = Grid(Stages(world.inspection))
+    history = History(seed, options)
+    judges = checkers(history.inspection)
+    grid = Grid(Stages(history.inspection))
     seen_by: list[Observer] = [hashing, *([lines] if traced else []), *observers, grid, *judges]
-    world.observers += [*seen_by, Aims(world, grid)]
+    aims = Aims(history.levers, grid)
+    history.world.ground.watch(*seen_by, aims)
     violations: list[Violation] = []
     with recording() as transitions:
         try:
-            world.run()
+            history.run()
         except Exception as error:  # noqa: BLE001 - any exception of the code under test is a finding
-            violations.append(Violation(0, world.now, _described(error)))
+            violations.append(Violation(0, history.world.now, _described(error)))
         else:
             for judge in judges:
                 judge.finish()
-    violations += world.violations
+    violations += history.violations
     for judge in judges:
         violations += judge.violations
     return Outcome(
@@ -51,12 +52,12 @@ def _simulate(seed: int, options: Options, *, traced: bool, observers: Sequence[
         violations=tuple(violations),
         trace_hash=hashing.hexdigest(),
         events=hashing.events,
-        virtual_seconds=world.now,
-        transfers=len(world.router.dispatches),
-        outcomes=dict(sorted(world.outcomes.items())),
+        virtual_seconds=history.world.now,
+        transfers=len(history.world.router.dispatches),
+        outcomes=dict(sorted(history.world.outcomes.items())),
         transitions=transitions,
         cells=grid.cells,
-        items=tuple(world.items),
+        items=(*aims.items, *history.items),
         trace=tuple(lines.lines),
     )
 

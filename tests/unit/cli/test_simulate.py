@@ -20,10 +20,10 @@ import pytest
 import kvferry
 from kvferry.cli import main as cli
 from kvferry.cli import simulate as command
-from kvferry.simulator import batch, mutation
-from kvferry.simulator.options import FAULTS, Options
-from kvferry.simulator.outcome import Outcome
-from kvferry.simulator.table import Grid
+from kvferry.simulator.ground.options import FAULTS, Options
+from kvferry.simulator.ground.outcome import Outcome
+from kvferry.simulator.show.table import Grid
+from kvferry.simulator.trials import batch, mutation
 from tests.support import fake_simulation as fake
 
 Run = Callable[..., tuple[int, list[str]]]

@@ -10,8 +10,8 @@ import pytest
 from kvferry.cli import simulate
 from kvferry.cli.main import main
 from kvferry.cli.simulate_report import Progress, failure_lines, number_words, replay_command
-from kvferry.simulator.options import Options
-from kvferry.simulator.outcome import Outcome, Violation
+from kvferry.simulator.ground.options import Options
+from kvferry.simulator.ground.outcome import Outcome, Violation
 
 
 class Terminal(io.StringIO):

@@ -1,0 +1,325 @@
+"""One life of an engine: its ranks, its core, and what the world sees of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import Protocol
+
+from kvferry.agent.directory import Directory, RankEntry
+from kvferry.agent.links import Identity
+from kvferry.host.events import Ended
+from kvferry.host.facts import EngineFacts as HostFacts
+from kvferry.host.metrics import TRANSFERS
+from kvferry.host.outcomes import Outcomes
+from kvferry.host.pins import Pins
+from kvferry.host.scheduler_consumer import SchedulerConsumer
+from kvferry.host.scheduler_producer import SchedulerProducer
+from kvferry.host.starvation import Starvation
+from kvferry.ids import ConsumerId, Incarnation, Rank
+from kvferry.simulator.engine.core import Core
+from kvferry.simulator.engine.facts import EngineFacts
+from kvferry.simulator.engine.pool import BlockPool
+from kvferry.simulator.engine.rank import RankNetwork, RankProcess, Resolvers
+from kvferry.simulator.engine.requests import Request
+from kvferry.simulator.engine.scheduler import Host, Scheduler
+from kvferry.simulator.engine.steps import Step
+from kvferry.simulator.engine.tables import Tables
+from kvferry.simulator.engine.worker import Worker
+from kvferry.simulator.ground.clock import ProcessClock
+from kvferry.simulator.ground.events import (
+    BlocksReturned,
+    BlocksTaken,
+    DecodeEnded,
+    DecodeStarted,
+    EngineCrashed,
+    EngineStarted,
+    FaultInjected,
+    RequestEnded,
+)
+from kvferry.simulator.ground.ground import Ground
+
+
+class Clients(Protocol):
+    """Who has sent an engine its requests."""
+
+    def leg_ended(self, request: Request) -> None:
+        """The engine has ended a request."""
+        ...
+
+    def leg_aborted(self, request: Request) -> None:
+        """The engine has heard that a request's client left, and does not know the request any more."""
+        ...
+
+    def leg_preempted(self, request: Request) -> None:
+        """A decode request has lost its blocks while it decoded."""
+        ...
+
+
+class EngineNetwork(RankNetwork, Protocol):
+    """What an engine needs of the network."""
+
+    def kill(self, processes: list[RankProcess], noticed_after_seconds: float) -> None:
+        """These ranks have died; peers can know after a while."""
+        ...
+
+
+class Surroundings(Protocol):
+    """What an engine finds around it."""
+
+    @property
+    def network(self) -> EngineNetwork:
+        """Joins the ranks of all engines."""
+        ...
+
+    @property
+    def resolver(self) -> Resolvers:
+        """All engines' directories."""
+        ...
+
+    @property
+    def router(self) -> Clients:
+        """Hears what becomes of requests."""
+        ...
+
+    def count(self, request: Request, outcome: str, reason: str) -> None:
+        """The engine has counted the end of a transfer."""
+        ...
+
+
+class Engine:
+    """One life. `crash_core` and `crash` end it."""
+
+    def __init__(self, ground: Ground, around: Surroundings, facts: EngineFacts, life: int) -> None:
+        self.ground = ground
+        self._around = around
+        self.facts = facts
+        random = Random(ground.seed * 65537 + facts.port * 64 + life)
+        self.incarnation = Incarnation(f"i{life}{random.getrandbits(32):08x}")
+        self._directory_from = ground.now + (facts.start_seconds if life else 0.0)
+        self._requests: dict[str, Request] = {}
+        self.ranks = [self._rank(tp) for tp in range(facts.cache.tp_size)]
+        self.core = Core(ground, random, self.ranks, facts.pace.depth, self._tell_decoding)
+        for index, process in enumerate(self.ranks):
+            process.has_reported = self.core.poke
+            lag = facts.pace.device_lag_seconds
+            worker = Worker(process, index, facts.cache.block_tokens, lag, self.core.began, self.core.ended)
+            self.core.workers.append(worker)
+        self.pool = BlockPool(
+            facts.cache.block_count, taken=self._taken, returned=self._returned, spoilt=self.core.spoil
+        )
+        self.pins = Pins()
+        self.pins.bind(self.pool)
+        self.scheduler = self.core.scheduler = self._scheduler()
+        names = tuple(process.name for process in self.ranks)
+        ground.emit(EngineStarted(ground.now, facts.engine, names, self.pool.count))
+
+    def _rank(self, tp: int) -> RankProcess:
+        identity = Identity(self.facts.engine, self.incarnation, Rank(0, tp))
+        slot = self.ground.next_slot(self.facts.cache, tp)
+        clock = ProcessClock(self.ground.clock, *self.ground.clock_error())
+        return RankProcess(
+            self.ground,
+            self._around.network,
+            self._around.resolver,
+            identity,
+            slot,
+            clock,
+            self.facts.agent_lag_seconds,
+        )
+
+    def _scheduler(self) -> Scheduler:
+        facts, cache = self.facts, self.facts.cache
+        known = HostFacts(
+            engine=facts.engine,
+            tp=cache.tp_size,
+            pp=1,
+            produces=facts.produces,
+            consumes=facts.consumes,
+            block_tokens=cache.block_tokens,
+            block_count=cache.block_count,
+        )
+        counter = Counter(self._count)
+        outcomes = Outcomes(known, counter)
+        consumer = SchedulerConsumer(
+            known,
+            self.pins,
+            waiting_blocks_share=facts.waiting_blocks_share,
+            quarantine_share=facts.quarantine_share,
+        )
+        host = Host(
+            SchedulerProducer(known, self.pins),
+            consumer,
+            outcomes,
+            Starvation(self.ground.limits.starved_seconds),
+            ProcessClock(self.ground.clock, *self.ground.clock_error()),
+            skip=partial(counter.skip, outcomes),
+            count=partial(counter.end, outcomes),
+        )
+        defers = facts.consumes and facts.pace.depth > 1
+        return Scheduler(facts.pace, Tables(self.pool, cache.block_tokens, defers), host, self._ending)
+
+    # --- what others ask of it -----------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """A request arrives."""
+        self._requests[request.name] = request
+        self.core.take(partial(self.scheduler.add, request))
+
+    def abort(self, name: str) -> bool:
+        """The client of a request has gone; False when it has ended."""
+        request = self._requests.get(name)
+        if request is None or request.status.ended:
+            return False
+        self.core.take(partial(self._abort, request))
+        return True
+
+    def _abort(self, request: Request) -> None:
+        if not request.status.ended:
+            transfers = (request.transfer,)
+            self.ground.emit(FaultInjected(self.ground.now, "abort", request.name, transfers))
+            self.scheduler.abort(request)
+            self._around.router.leg_aborted(request)
+
+    def preempt(self, name: str) -> bool:
+        """Preempt a request in the next plan; False when it does not run."""
+        request = self._requests.get(name)
+        if request is None or not self.scheduler.force_preemption(request):
+            return False
+        self.core.poke()
+        return True
+
+    def request(self, name: str) -> Request | None:
+        """A request of this life, ended ones included."""
+        return self._requests.get(name)
+
+    def has_forgotten(self, name: str) -> bool:
+        """Whether a request of this name has come to its end, so that the name is free again."""
+        request = self._requests.get(name)
+        return request is not None and request.status.ended and name not in self.scheduler.requests
+
+    def directory(self) -> Directory | None:
+        """What its side channel answers; None while it starts."""
+        if self.ground.now < self._directory_from:
+            return None
+        entries = tuple(
+            RankEntry(pp=0, tp=tp, peer=process.name, metadata=process.metadata, cache=process.slot.encoded)
+            for tp, process in enumerate(self.ranks)
+        )
+        return Directory(
+            engine=self.facts.engine,
+            incarnation=self.incarnation,
+            tp_size=len(self.ranks),
+            pp_size=1,
+            ranks=entries,
+        )
+
+    @property
+    def alive(self) -> bool:
+        """Whether its core lives."""
+        return self.core.alive
+
+    def crash_core(self) -> None:
+        """The core's process is gone, and with it the directory."""
+        self.core.alive = False
+
+    def crash(self, noticed_after_seconds: float = 0.0) -> None:
+        """The ranks' processes are gone as well; nothing happens when they are."""
+        if not self.ranks[0].alive:
+            return
+        for process in self.ranks:
+            process.die()
+        names = tuple(process.name for process in self.ranks)
+        self.ground.emit(EngineCrashed(self.ground.now, self.facts.engine, names))
+        self._around.network.kill(self.ranks, noticed_after_seconds)
+
+    def unstall(self) -> None:
+        """Every thread of it runs again."""
+        for process, worker in zip(self.ranks, self.core.workers, strict=True):
+            process.unstall()
+            worker.unstall()
+        self.core.unstall()
+
+    def remains(self) -> list[str]:
+        """What has not come to its end, of this engine's own doing."""
+        left = self.scheduler.remains()
+        if len(self.pins):
+            left.append(f"{len(self.pins)} pinned blocks")
+        if self.pool.free_count != self.pool.count:
+            left.append(f"blocks {self.pool.held()} held")
+        for worker in self.core.workers:
+            left += worker.remains()
+        return [f"{self.facts.engine}: {what}" for what in left]
+
+    # --- what is told to the world -------------------------------------------------------------------
+
+    def _tell_decoding(self, step: Step) -> None:
+        names = tuple(process.name for process in self.ranks)
+        for work in step.work:
+            request = work.request
+            # A preemption or an end meanwhile has taken the blocks that this step used.
+            lost = request.status.ended or request.stale
+            if not request.is_decode or request.decoding or lost:
+                continue
+            request.decoding = True
+            self.ground.emit(
+                DecodeStarted(
+                    self.ground.now,
+                    self.facts.engine,
+                    names,
+                    request.name,
+                    request.prompt.number,
+                    work.start,
+                    tuple(work.blocks.tolist()),
+                )
+            )
+
+    def _taken(self, blocks: tuple[int, ...], owner: str) -> None:
+        self.ground.emit(BlocksTaken(self.ground.now, self.facts.engine, blocks, owner))
+
+    def _returned(self, blocks: tuple[int, ...]) -> None:
+        self.ground.emit(BlocksReturned(self.ground.now, self.facts.engine, blocks))
+
+    def _count(self, name: str, outcome: str, reason: str) -> None:
+        request = self._requests[name]
+        consumer = ConsumerId(name) if request.is_decode else None
+        self.ground.emit(
+            RequestEnded(self.ground.now, self.facts.engine, name, request.transfer, consumer, outcome)
+        )
+        self._around.count(request, outcome, reason)
+
+    def _ending(self, request: Request) -> None:
+        ended = request.status.ended
+        if request.is_decode and (ended or request.decoding):
+            self.ground.emit(DecodeEnded(self.ground.now, self.facts.engine, request.name, not ended))
+        if ended:
+            self._around.router.leg_ended(request)
+        elif request.is_decode and request.decoding:
+            self._around.router.leg_preempted(request)
+
+
+class Counter:
+    """The host's counters; `told` hears which request moved the counter of transfers, and how."""
+
+    def __init__(self, told: Callable[[str, str, str], None]) -> None:
+        self._told = told
+        self._request = ""
+
+    def skip(self, outcomes: Outcomes, request: Request, reason: str) -> None:
+        """A transfer ended before any rank heard of it."""
+        self._request = request.name
+        outcomes.skipped(reason)
+
+    def end(self, outcomes: Outcomes, event: Ended) -> None:
+        """A rank has reported the end of its part."""
+        self._request = event.request
+        outcomes.add(event)
+
+    def count(self, name: str, amount: int = 1, labels: tuple[str, ...] = ()) -> None:
+        """Add to a counter."""
+        if name == TRANSFERS:
+            self._told(self._request, *labels[1:])
+
+    def observe(self, name: str, value: float) -> None:
+        """Times are nobody's business here."""

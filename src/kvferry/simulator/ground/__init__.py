@@ -1,0 +1,1 @@
+"""What all rooms stand on: time, memory, content, events and options. Begin with `ground`."""

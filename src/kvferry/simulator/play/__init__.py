@@ -1,0 +1,1 @@
+"""One history, put together and played to its end. Begin with `history`."""

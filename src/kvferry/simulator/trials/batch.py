@@ -1,0 +1,204 @@
+"""Many seeds: run over processes, folded into one tally, ended early when enough of them failed.
+
+Memory is bounded: only what is counted, and the first failures, are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import traceback
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Protocol
+
+from kvferry.simulator.ground.events import Observer
+from kvferry.simulator.ground.options import Options
+from kvferry.simulator.ground.outcome import CellKey, Outcome, TransitionKey, Violation
+from kvferry.simulator.trials.processes import spread
+
+FAILURES_KEPT_MAX = 50
+"""So many failing histories are kept with all that they say; the others are counted."""
+CHUNK_SEEDS_MAX = 4
+"""A process answers after so many seeds at the latest, so that a failure is soon told."""
+SEED_SECONDS_MAX = 60.0
+"""Real time; a history that takes longer does not end."""
+ENDLESS = "did not end within"
+
+
+class Simulate(Protocol):
+    """`kvferry.simulator.run.simulate`, or what stands in for it in a test."""
+
+    def __call__(
+        self, seed: int, options: Options, *, traced: bool = False, observers: Sequence[Observer] = ()
+    ) -> Outcome:
+        """Run one history."""
+        ...
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the histories of many seeds came to. Pickles."""
+
+    seeds: int = 0
+    failed_seeds: int = 0
+    violations: int = 0
+    transfers: int = 0
+    events: int = 0
+    virtual_seconds: float = 0.0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    transitions: Counter[TransitionKey] = field(default_factory=Counter)
+    cells: Counter[CellKey] = field(default_factory=Counter)
+    failures: list[Outcome] = field(default_factory=list)
+    """The first FAILURES_KEPT_MAX."""
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one history."""
+        self.seeds += 1
+        self.violations += len(outcome.violations)
+        self.transfers += outcome.transfers
+        self.events += outcome.events
+        self.virtual_seconds += outcome.virtual_seconds
+        self.outcomes.update(outcome.outcomes)
+        self.transitions.update(outcome.transitions)
+        self.cells.update(outcome.cells)
+        if outcome.violations:
+            self.failed_seeds += 1
+            self._keep((outcome,))
+
+    def merge(self, other: Tally) -> None:
+        """Count what another tally has counted."""
+        self.seeds += other.seeds
+        self.failed_seeds += other.failed_seeds
+        self.violations += other.violations
+        self.transfers += other.transfers
+        self.events += other.events
+        self.virtual_seconds += other.virtual_seconds
+        self.outcomes.update(other.outcomes)
+        self.transitions.update(other.transitions)
+        self.cells.update(other.cells)
+        self._keep(other.failures)
+
+    def _keep(self, failures: Sequence[Outcome]) -> None:
+        self.failures.extend(failures[: FAILURES_KEPT_MAX - len(self.failures)])
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Which seeds to run, and how."""
+
+    first: int
+    count: int
+    options: Options
+    simulate: Simulate
+    jobs: int = 1
+    """With 1 the seeds run in this process."""
+    stop_after: int | None = None
+    """Stop when so many seeds have failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive seeds, as a process takes them."""
+
+    first: int
+    count: int
+    options: Options
+    simulate: Simulate
+    stop_after: int | None
+    seed_seconds_max: float | None
+
+    def __str__(self) -> str:
+        """For errors."""
+        return f"seeds {self.first} to {self.first + self.count - 1}"
+
+
+def run_batch(batch: Batch) -> Generator[Tally, None, None]:
+    """Yield the tally of a few seeds at a time, as they are done. Close it to stop early.
+
+    Raises:
+        WorkerError: a process died; the text names its seeds.
+    """
+    failed = 0
+    with contextlib.closing(_parts(batch)) as parts:
+        for part in parts:
+            failed += part.failed_seeds
+            yield part
+            if batch.stop_after is not None and failed >= batch.stop_after:
+                return
+
+
+def _parts(batch: Batch) -> Generator[Tally, None, None]:
+    if batch.jobs == 1:
+        yield from map(run_chunk, _chunks(batch, 1, None))
+        return
+    size = max(1, min(CHUNK_SEEDS_MAX, batch.count // batch.jobs))
+    with contextlib.closing(
+        spread(run_chunk, _chunks(batch, size, SEED_SECONDS_MAX), jobs=batch.jobs)
+    ) as answers:
+        for _, part in answers:
+            yield part
+
+
+def _chunks(batch: Batch, size: int, seed_seconds_max: float | None) -> Iterator[Chunk]:
+    end = batch.first + batch.count
+    for first in range(batch.first, end, size):
+        count = min(size, end - first)
+        yield Chunk(first, count, batch.options, batch.simulate, batch.stop_after, seed_seconds_max)
+
+
+def run_chunk(chunk: Chunk) -> Tally:
+    """Run a chunk's seeds one after the other."""
+    tally = Tally()
+    for seed in range(chunk.first, chunk.first + chunk.count):
+        tally.add(guarded(chunk.simulate, seed, chunk.options, seconds_max=chunk.seed_seconds_max))
+        if chunk.stop_after is not None and tally.failed_seeds >= chunk.stop_after:
+            break
+    return tally
+
+
+# --- one history, whatever it does ----------------------------------------------------------------
+
+
+class _TooLongError(BaseException):
+    """Raised into a history that does not end. No handler of errors in the code under test catches it."""
+
+
+def guarded(simulate: Simulate, seed: int, options: Options, *, seconds_max: float | None = None) -> Outcome:
+    """Run one history; if it raises, or takes more than `seconds_max` of real time, that is its violation.
+
+    The limit needs a main thread whose alarm signal is free, as a worker process has.
+    """
+    try:
+        with _alarm(seconds_max):
+            return simulate(seed, options)
+    except _TooLongError:
+        return _broken(seed, f"{ENDLESS} {seconds_max:g} s of real time")
+    except Exception as error:  # noqa: BLE001 - a broken history is a finding, and the others go on
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno}, {where.name})"
+        return _broken(seed, f"the simulation raised {what}")
+
+
+def _broken(seed: int, what: str) -> Outcome:
+    return Outcome(seed, (Violation(0, 0.0, what),), "", 0, 0.0, 0)
+
+
+@contextlib.contextmanager
+def _alarm(seconds: float | None) -> Iterator[None]:
+    if seconds is None:
+        yield
+        return
+
+    def ring(_signal: int, _frame: FrameType | None) -> None:
+        raise _TooLongError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,136 @@
+"""What may be looked up in a world: by checkers, by directed faults, by tests. Looking changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.agent.loop import Loop
+from kvferry.ids import ConsumerId, EngineId, PeerName, TransferId
+from kvferry.simulator.engine.rank import RankProcess
+from kvferry.simulator.engine.requests import Request
+from kvferry.simulator.world.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """Facts of one world. It is the checkers' oracle."""
+
+    world: World
+
+    # --- content and leftovers -----------------------------------------------------------------------
+
+    def mismatch(
+        self, rank: PeerName, prompt: int, start: int, stop: int, blocks: Sequence[int]
+    ) -> str | None:
+        """How tokens `[start, stop)` in `blocks` of a living rank differ from `prompt`'s content.
+
+        `blocks[0]` holds token `start`, a multiple of the block size. None when they are equal.
+        """
+        if stop <= start:
+            return None
+        process = self.world.network.process(rank)
+        group = process.slot.cache.groups[0]
+        places = np.arange(stop - start)
+        table = np.array(blocks, dtype=np.intp)
+        found = process.slot.values[table[places // group.block_tokens], places % group.block_tokens]
+        expected = self.world.contents.of(prompt, group.head_first)[start:stop]
+        if np.array_equal(found, expected):
+            return None
+        token, layer, _ = np.argwhere(found != expected)[0].tolist()
+        block = table[token // group.block_tokens]
+        return f"token {start + token}, layer {layer}, block {block} of {rank} is not that of prompt {prompt}"
+
+    def prompt_of(self, transfer: TransferId, consumer: ConsumerId) -> int | None:
+        """The content that a decode request expects; None for a request that the world does not know."""
+        request = self.request(consumer)
+        return None if request is None or request.transfer != transfer else request.prompt.number
+
+    def remains(self) -> list[str]:
+        """One text for each thing that living engines and the network still hold."""
+        left: list[str] = []
+        for name, engine in self.world.engines.items():
+            if engine is None:
+                left.append(f"{name} is down")
+                continue
+            left += engine.remains()
+            for process in engine.ranks:
+                left += _remains_of(process)
+        if self.world.network.fabric.under_way():
+            left.append(f"{self.world.network.fabric.under_way()} messages or pieces are under way")
+        return left
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether no fault of any kind may happen in this history."""
+        return not self.world.faults
+
+    @property
+    def delay_seconds(self) -> float:
+        """The most that one hop takes where nothing goes wrong: the network's way and a thread's lag."""
+        link = self.world.shape.link
+        lag = max(
+            facts.agent_lag_seconds + facts.pace.device_lag_seconds for facts in self.world.shape.engines
+        )
+        return link.latency_seconds + link.jitter_seconds + lag
+
+    @property
+    def retry_bound_seconds(self) -> float:
+        """Nothing lands later than so long after it was posted."""
+        return self.world.shape.fabric.retry_bound_seconds
+
+    # --- who is who ----------------------------------------------------------------------------------
+
+    def producer_engine(self, transfer: TransferId) -> EngineId | None:
+        """Where a transfer's prefill leg goes."""
+        dispatch = self.world.router.dispatches.get(transfer)
+        return None if dispatch is None else dispatch.item.producer
+
+    def consumer_engine(self, transfer: TransferId) -> EngineId | None:
+        """Where a transfer's decode legs go."""
+        dispatch = self.world.router.dispatches.get(transfer)
+        return None if dispatch is None else dispatch.item.consumer
+
+    def consumers_of(self, transfer: TransferId) -> tuple[ConsumerId, ...]:
+        """The decode requests of a transfer that have been sent."""
+        dispatch = self.world.router.dispatches.get(transfer)
+        legs = () if dispatch is None else dispatch.decodes
+        return tuple(dict.fromkeys(ConsumerId(leg.request) for leg in legs))
+
+    def prefills_of(self, transfer: TransferId) -> tuple[str, ...]:
+        """The prefill requests of a transfer that have been sent: more than one only when it was replayed."""
+        dispatch = self.world.router.dispatches.get(transfer)
+        return () if dispatch is None else tuple(dict.fromkeys(leg.request for leg in dispatch.prefills))
+
+    def ranks(self, engine: EngineId) -> tuple[PeerName, ...]:
+        """The ranks of an engine's life now; none while it is down."""
+        return tuple(process.name for process in self.world.fleet.living(engine))
+
+    def loop_of(self, rank: PeerName) -> Loop | None:
+        """A rank's agent; None when it is dead."""
+        process = self.world.network.process(rank)
+        return process.loop if process.alive else None
+
+    def request(self, name: str) -> Request | None:
+        """A request at the life of the engine that it was sent to."""
+        leg = self.world.router.leg(name)
+        return None if leg is None else leg.engine.request(name)
+
+
+def _remains_of(process: RankProcess) -> list[str]:
+    loop = process.loop
+    left = [f"{count} sources {state}" for state, count in loop.producer.states().items()]
+    left += [f"{count} receptions {state}" for state, count in loop.consumer.states().items()]
+    counts = (
+        (loop.producer.in_flight(), "slices in flight"),
+        (len(loop.producer.state.tickets), "preemptions that wait"),
+        (len(loop.consumer.state.peers), "watched peers"),
+        (len(process.desk.inbox), "commands in the mailbox"),
+        (process.desk.results_waiting, "results in the mailbox"),
+        (process.desk.drains_waiting, "drains that wait"),
+        (int(not loop.quiet), "posts or messages unsent"),
+    )
+    left += [f"{count} {what}" for count, what in counts if count]
+    return [f"{process.name}: {what}" for what in left]

@@ -1,0 +1,209 @@
+"""What the worlds are: sizes, limits and paces, drawn from the seed before anything happens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from kvferry.ids import EngineId
+from kvferry.protocol.limits import Limits
+from kvferry.simulator.engine.facts import EngineFacts, Pace
+from kvferry.simulator.ground.arena import CacheShape
+from kvferry.simulator.ground.options import Options
+from kvferry.transport.memory import FabricLimits, Link
+
+HOST = "127.0.0.1"
+PORT = 5600
+LAYERS = 2
+BLOCK_TOKENS = 4
+ORDERS = ("LBHNC", "BLHNC", "BHLNC", "LBNHC")
+DECODE_TOKENS_MAX = 12
+UNHARMED_SHARE = 1 / 6
+"""Of all histories, those in which no fault happens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """How large a world of one name is; each pair is the least and the most."""
+
+    producers: tuple[int, int]
+    consumers: tuple[int, int]
+    tp: tuple[int, ...]
+    blocks: tuple[int, int]
+    transfers: tuple[int, int]
+    tokens: tuple[int, int]
+    seconds: tuple[float, float]
+    both_roles: float = 0.15
+    """How likely it is that engines have both roles."""
+
+
+RANGES = {
+    "small": Ranges((1, 1), (1, 2), (1, 1, 2), (24, 48), (4, 10), (1, 40), (2.0, 12.0)),
+    "both": Ranges((2, 3), (0, 0), (1, 2), (24, 48), (6, 14), (1, 40), (2.0, 12.0), 1.0),
+    "wide": Ranges((1, 8), (1, 8), (1, 2), (32, 64), (12, 40), (1, 60), (5.0, 20.0)),
+    "tall": Ranges((1, 2), (1, 2), (4,), (24, 48), (4, 10), (1, 40), (2.0, 12.0)),
+    "long": Ranges((1, 3), (1, 3), (1, 2), (32, 64), (30, 60), (1, 60), (30.0, 90.0)),
+    "calm": Ranges((1, 2), (1, 2), (1, 1, 2), (24, 48), (4, 10), (1, 40), (2.0, 8.0)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One drawn world."""
+
+    engines: tuple[EngineFacts, ...]
+    limits: Limits
+    fabric: FabricLimits
+    link: Link
+    transfers: int
+    tokens: tuple[int, int]
+    tokens_max: int
+    """Of a prompt and what is decoded behind it."""
+    safety_seconds: float
+    faults: frozenset[str]
+    """Kinds of faults that may happen. In some histories none do, and every request must succeed."""
+    clocks_differ: bool
+
+
+def draw(options: Options, random: Random) -> Shape:
+    """The world of one seed."""
+    ranges = RANGES[options.world]
+    faults = options.faults
+    if random.random() < UNHARMED_SHARE or options.world == "calm":
+        faults = frozenset()
+    link = _link(faults, random)
+    slow = link.latency_seconds + link.jitter_seconds > 0.1
+    limits = _limits(options.world, faults, random, slow=slow)
+    both = random.random() < ranges.both_roles
+    tp = random.choice(ranges.tp)
+    producers, consumers = random.randint(*ranges.producers), random.randint(*ranges.consumers)
+    engines = tuple(
+        _engine(
+            random,
+            ranges,
+            tp,
+            index,
+            produces=both or index < producers,
+            consumes=both or index >= producers,
+        )
+        for index in range(producers + consumers)
+    )
+    smallest = min(facts.cache.block_count for facts in engines) * BLOCK_TOKENS
+    seconds = random.uniform(*ranges.seconds)
+    longer = random.random() < 0.1
+    return Shape(
+        engines=engines,
+        limits=limits,
+        fabric=FabricLimits(
+            retry_bound_seconds=random.choice((1.0, 5.0, 30.0)), pieces_max=3, afterlife_seconds=0.5
+        ),
+        link=link,
+        transfers=random.randint(*ranges.transfers),
+        tokens=(ranges.tokens[0], min(ranges.tokens[1], smallest - 40)),
+        tokens_max=-(-(ranges.tokens[1] + 8 + DECODE_TOKENS_MAX) // BLOCK_TOKENS) * BLOCK_TOKENS,
+        safety_seconds=60.0 if longer and options.world != "calm" else seconds,
+        faults=faults,
+        clocks_differ="clock" in options.faults,
+    )
+
+
+def _engine(
+    random: Random, ranges: Ranges, tp: int, index: int, *, produces: bool, consumes: bool
+) -> EngineFacts:
+    blocks = random.randint(*ranges.blocks)
+    pace = Pace(
+        token_budget=random.choice((5, 8, 16, 24, 64)),
+        running_max=random.choice((2, 4, 8)),
+        depth=random.choice((1, 2, 2)),
+        step_seconds=random.choice((0.003, 0.01, 0.03, 0.1)),
+        token_seconds=random.choice((0.0001, 0.0005, 0.002)),
+        device_lag_seconds=random.choice((0.0, 0.0, 0.02)),
+    )
+    role = "E" if produces and consumes else "P" if produces else "D"
+    return EngineFacts(
+        engine=EngineId(f"{role}{index}"),
+        host=HOST,
+        port=PORT + index,
+        produces=produces,
+        consumes=consumes,
+        cache=CacheShape(random.choice(ORDERS), LAYERS, blocks, BLOCK_TOKENS, tp),
+        pace=pace,
+        waiting_blocks_share=random.choice((0.5, 0.5, 0.8)),
+        quarantine_share=0.25,
+        agent_lag_seconds=random.choice((0.0, 0.0, 0.002, 0.02)),
+        start_seconds=random.choice((0.0, 0.5, 3.0)),
+    )
+
+
+def _limits(world: str, faults: frozenset[str], random: Random, *, slow: bool) -> Limits:
+    chosen: dict[str, float | int] = {
+        "slice_bytes": random.choice((1, 64, 128, 256)),
+        "in_flight_per_peer": random.choice((1, 2, 4)),
+    }
+    short = random.random() < 0.5
+    lease, write, silence = (
+        random.choice((2.0, 6.0)),
+        random.choice((1.0, 2.0, 4.0)),
+        random.choice((1.0, 3.0)),
+    )
+    unknown, late = random.choice((2.0, 6.0)), random.choice((2.0, 6.0))
+    if slow:
+        # A limit shorter than an answer takes is an operator's mistake.
+        write, silence = 4.0, 3.0
+    small_table, most = random.random() < 0.15, random.choice((1, 2, 3))
+    if short and faults:
+        chosen |= {
+            "lease_seconds": lease,
+            "renew_seconds": 0.5,
+            "write_seconds": write,
+            "silence_seconds": silence,
+            "handshake_seconds": 2.0,
+            "unknown_seconds": unknown,
+            "slice_seconds": late,
+            "tombstone_seconds": 10.0,
+        }
+    elif short and world != "calm":
+        # Shorter than requests wait here, so that each has to be renewed; but nobody gives a late leg up.
+        chosen |= {"lease_seconds": 4.0, "renew_seconds": 1.0, "write_seconds": 4.0, "silence_seconds": 4.0}
+    if small_table and "table" in faults:
+        chosen["transfers_max"] = most
+    return Limits(**chosen)  # type: ignore[arg-type]
+
+
+def _link(faults: frozenset[str], random: Random) -> Link:
+    rates = {
+        name: random.choice((0.0, 0.0, rate)) if random.random() < 0.5 else 0.0
+        for name, rate in (
+            ("lose_rate", 0.05),
+            ("double_rate", 0.1),
+            ("delay_rate", 0.1),
+            ("refuse_rate", 0.1),
+            ("break_rate", 0.1),
+            ("stall_rate", 0.03),
+            ("fail_rate", 0.03),
+            ("late_rate", 0.1),
+        )
+    }
+    overtaking = random.random() < 0.3
+    latency = random.choice((5e-5, 1e-3, 2e-2, 0.2))
+    jitter = random.choice((0.0, 1e-3, 2e-2, 0.5))
+    delay = random.choice((0.1, 1.0, 5.0))
+    return Link(
+        latency_seconds=latency,
+        jitter_seconds=jitter,
+        delay_seconds=delay,
+        overtaking=overtaking and "message_late" in faults,
+        **{name: rate for name, rate in rates.items() if FAULT_OF_RATE[name] in faults},
+    )
+
+
+FAULT_OF_RATE = {
+    "lose_rate": "message_lost",
+    "double_rate": "message_doubled",
+    "delay_rate": "message_late",
+    "refuse_rate": "post_refused",
+    "break_rate": "post_broken",
+    "stall_rate": "post_stalled",
+    "fail_rate": "post_failed",
+    "late_rate": "post_late",
+}

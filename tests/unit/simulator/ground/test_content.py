@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+
+import numpy as np
+
+from kvferry.layout.descriptors import expand
+from kvferry.layout.plan import plan
+from kvferry.simulator.ground import arena
+from kvferry.simulator.ground.content import Contents
+
+
+def test_content_differs_by_prompt_token_layer_and_head():
+    contents = Contents(layers=2, tokens_max=64)
+    prompts = [contents.add(40), contents.add(40)]
+    values = [contents.of(prompt.number, head) for prompt in prompts for head in range(2)]
+    words = np.concatenate([one.ravel() for one in values])
+    assert len(np.unique(words)) == len(words) == 2 * 2 * 2 * 64
+
+
+def test_prompts_of_a_family_agree_as_far_as_they_share_tokens():
+    contents = Contents(layers=2, tokens_max=32)
+    one, other = contents.add(30, family=1, shared_tokens=10), contents.add(20, family=1, shared_tokens=7)
+    stranger = contents.add(20, family=2, shared_tokens=10)
+    ours, theirs = contents.of(one.number, 0), contents.of(other.number, 0)
+    assert (ours[:7] == theirs[:7]).all()
+    assert not (ours[7:] == theirs[7:]).any()
+    assert not (ours == contents.of(stranger.number, 0)).any()
+
+
+def test_blocks_have_one_key_exactly_when_all_before_them_is_the_same():
+    contents = Contents(layers=1, tokens_max=32)
+    one, other = contents.add(30, family=1, shared_tokens=10), contents.add(30, family=1, shared_tokens=8)
+    assert [one.block_key(i, 4) == other.block_key(i, 4) for i in range(4)] == [True, True, False, False]
+    assert one.block_key(0, 4) != one.block_key(1, 4)
+
+
+def test_a_shared_part_is_no_longer_than_the_prompt():
+    prompt = Contents(layers=1, tokens_max=32).add(3, shared_tokens=10)
+    assert prompt.shared_tokens == 3
+
+
+def test_memory_is_seen_alike_in_every_stride_order():
+    """What a plan of the layout copies from block to block is what the view by block and token shows."""
+    shapes = [arena.CacheShape(order, 2, 6, 4, 2) for order in ("LBHNC", "BHLNC", "LBNHC")]
+    for source_shape, target_shape in itertools.product(shapes, shapes):
+        source, target = arena.slot(0, source_shape, 1), arena.slot(1, target_shape, 1)
+        target.values[:] = 0
+        source.values[:] = np.arange(source.values.size, dtype=np.uint32).reshape(source.values.shape)
+        runs = expand(plan(source.cache, target.cache), 0, np.array([4, 1]), np.array([2, 5]))
+        for start, to, size in zip(
+            runs.source.tolist(), runs.target.tolist(), runs.length.tolist(), strict=True
+        ):
+            words = size // arena.CONTENT_BYTES
+            (slot, first), (other, second) = arena.slot_at(start), arena.slot_at(to)
+            assert (slot, other) == (0, 1)
+            assert set(source.block_of[first : first + words]) <= {4, 1}
+            assert set(target.block_of[second : second + words]) <= {2, 5}
+            _copy(start, to, size)
+        assert (target.values[[2, 5]] == source.values[[4, 1]]).all()
+        assert not target.values[[0, 1, 3, 4]].any()
+
+
+def _copy(source: int, target: int, size: int) -> None:
+    import ctypes
+
+    ctypes.memmove(target, source, size)
+
+
+def test_addresses_are_the_same_in_every_process():
+    """They travel in handshakes, and every byte that travels is part of a history's hash."""
+    program = (
+        "from kvferry.simulator.ground import arena\n"
+        "slot = arena.slot(3, arena.CacheShape('LBHNC', 2, 8, 4, 1), 0)\n"
+        "print(slot.cache.regions[0].address, slot.values.__array_interface__['data'][0])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(arena.address_of(3))] * 2
