@@ -106,8 +106,8 @@ POSTING: tuple[Mutant, ...] = (
         (
             Edit(
                 f"{PEER}:_permit",
-                old="message.mark + message.write_seconds",
-                new="now + message.write_seconds",
+                old="message.mark + seconds",
+                new="now + seconds",
             ),
         ),
     ),
@@ -169,7 +169,7 @@ POSTING: tuple[Mutant, ...] = (
         "renewal_does_not_extend_permission",
         "6",
         "a renewal leaves the permission as it was",
-        (Edit(f"{PEER}:renew", old="        _permit(delivery, message, now)\n", new=""),),
+        (Edit(f"{PEER}:renew", old="        _permit(state, delivery, message, now)\n", new=""),),
     ),
 )
 

@@ -70,7 +70,7 @@ def register(state: ProducerState, peer: PeerName, message: Register, now: float
     fresh = delivery.state is DeliveryState.ANNOUNCED
     delivery.state = DELIVERY.next(delivery.state, DeliveryEvent.REGISTER)
     _keep_lease(state, message.transfer, now)
-    _permit(delivery, message, now)
+    _permit(state, delivery, message, now)
     if fresh:
         delivery.sharers = message.sharers
         delivery.start, delivery.stop = message.start, message.stop
@@ -98,7 +98,7 @@ def renew(state: ProducerState, peer: PeerName, message: Renew, now: float) -> N
     for transfer, consumer, attempt in message.transfers:
         row = state.rows.get(transfer)
         delivery = None if row is None else row.deliveries.get((peer, consumer, attempt))
-        answer = _ended_answer(state, transfer, (peer, consumer, attempt))
+        answer = _ended_answer(state, transfer, (peer, consumer, attempt), now)
         if answer is not None:
             state.outputs.append(Send(peer, answer))
         elif row is not None:
@@ -107,16 +107,20 @@ def renew(state: ProducerState, peer: PeerName, message: Renew, now: float) -> N
             # Whoever waits for our writes has to register (again): we have not heard of its blocks.
             states.append(TransferStatus(transfer, consumer, "unknown", 0, attempt))
             continue
-        _permit(delivery, message, now)
+        _permit(state, delivery, message, now)
         pump.wake(state, delivery)
         states.append(_status(state, delivery))
     state.outputs.append(Send(peer, Status(transfers=tuple(states), mark=now)))
 
 
-def _permit(delivery: Delivery, message: Register | Renew, now: float) -> None:
-    """Let the permission run on from our own mark; a grant without one, or a late one, changes nothing."""
-    if message.mark is not None and message.mark <= now:
-        delivery.permission_until = max(delivery.permission_until, message.mark + message.write_seconds)
+def _permit(state: ProducerState, delivery: Delivery, message: Register | Renew, now: float) -> None:
+    """Let the permission run on from our own mark; a grant without one, or a late one, changes nothing.
+
+    It ends before what was said after its mark can be forgotten, or a fence could be.
+    """
+    if message.mark is not None and delivery.grants_after < message.mark <= now:
+        seconds = min(message.write_seconds, state.limits.tombstone_seconds)
+        delivery.permission_until = max(delivery.permission_until, message.mark + seconds)
 
 
 def _send_status(state: ProducerState, delivery: Delivery, now: float) -> None:
@@ -128,8 +132,9 @@ def cancel(state: ProducerState, peer: PeerName, message: Cancel, now: float) ->
     fence = _fence(message)
     tombstone = state.tombstones.get(message.transfer)
     if message.transfer not in state.rows and tombstone is not None:
-        if _remember(state, tombstone.answers, _key(peer, message), fence):
-            state.outputs.append(Send(peer, fence))
+        _remember(state, tombstone.answers, _key(peer, message), fence, now)
+        settle.bury(state, message.transfer, tombstone, now)
+        state.outputs.append(Send(peer, fence))
         return
     delivery = _delivery(state, peer, message, now)
     if delivery is None:
@@ -191,7 +196,7 @@ def _delivery(
     if row is None:
         tombstone = state.tombstones.get(message.transfer)
         if tombstone is not None and (key in tombstone.answers or not tombstone.only_denials):
-            _answer_late(state, peer, message, tombstone)
+            _answer_late(state, peer, message, tombstone, now)
             return None
         if len(state.rows) >= state.limits.transfers_max:
             state.count("table_full")
@@ -213,7 +218,9 @@ def _delivery(
             state.count("table_full")
             _deny(state, peer, message, TABLE_FULL, now)
             return None
-        row.deliveries[key] = Delivery(message.transfer, message.consumer, peer, message.attempt)
+        delivery = Delivery(message.transfer, message.consumer, peer, message.attempt)
+        delivery.grants_after = state.forgotten_at
+        row.deliveries[key] = delivery
         if row.abandon_reason or row.expired:
             settle.fail_open(state, row, settle.outcome(row))
             settle.settle(state, row, now)
@@ -226,12 +233,14 @@ def _answer_late(
     peer: PeerName,
     message: Announce | Register | Cancel | Fetched,
     tombstone: Tombstone,
+    now: float,
 ) -> None:
     state.count("late_message")
     key = _key(peer, message)
     answer = tombstone.answers.get(key) or _denial(peer, message, _too_late(tombstone))
-    if _remember(state, tombstone.answers, key, answer):
-        state.outputs.append(Send(peer, answer))
+    _remember(state, tombstone.answers, key, answer, now)
+    settle.bury(state, message.transfer, tombstone, now)
+    state.outputs.append(Send(peer, answer))
 
 
 def _too_late(tombstone: Tombstone) -> str:
@@ -252,30 +261,36 @@ def _deny(
     if row is not None:
         answers = row.past
     else:
-        if message.transfer not in state.tombstones:
-            denials = Tombstone(reason, {}, {}, released=False, only_denials=True)
-            settle.bury(state, message.transfer, denials, now)
-        answers = state.tombstones[message.transfer].answers
+        tombstone = state.tombstones.get(message.transfer)
+        tombstone = tombstone or Tombstone(reason, {}, {}, released=False, only_denials=True)
+        settle.bury(state, message.transfer, tombstone, now)
+        answers = tombstone.answers
     answer = _denial(peer, message, reason)
-    if _remember(state, answers, _key(peer, message), answer):
-        state.outputs.append(Send(peer, answer))
+    _remember(state, answers, _key(peer, message), answer, now)
+    state.outputs.append(Send(peer, answer))
 
 
 def _remember(
-    state: ProducerState, answers: dict[DeliveryKey, AnyMessage], key: DeliveryKey, answer: AnyMessage
-) -> bool:
+    state: ProducerState,
+    answers: dict[DeliveryKey, AnyMessage],
+    key: DeliveryKey,
+    answer: AnyMessage,
+    now: float,
+) -> None:
     """Keep what a consumer is told true: its blocks may be another request's from now on.
 
-    False when there is no room. The answer must not be given then: a fence that is forgotten is none.
+    Without room the oldest answer is forgotten; what was granted before that permits nothing new any more.
     """
     if key not in answers and len(answers) >= state.limits.consumers_max:
         state.count("table_full")
-        return False
+        del answers[next(iter(answers))]
+        state.forgotten_at = now
     answers[key] = answer
-    return True
 
 
-def _ended_answer(state: ProducerState, transfer: TransferId, key: DeliveryKey) -> AnyMessage | None:
+def _ended_answer(
+    state: ProducerState, transfer: TransferId, key: DeliveryKey, now: float
+) -> AnyMessage | None:
     row = state.rows.get(transfer)
     if row is not None:
         delivery = row.deliveries.get(key)
@@ -288,7 +303,9 @@ def _ended_answer(state: ProducerState, transfer: TransferId, key: DeliveryKey) 
     if key in tombstone.answers or tombstone.only_denials:
         return tombstone.answers.get(key)
     late = _failed(transfer, key, _too_late(tombstone), 0)
-    return late if _remember(state, tombstone.answers, key, late) else None
+    _remember(state, tombstone.answers, key, late, now)
+    settle.bury(state, transfer, tombstone, now)
+    return late
 
 
 def _keep_lease(state: ProducerState, transfer: TransferId, now: float) -> None:

@@ -6,6 +6,7 @@ Plain state with the arithmetic that belongs to it. What changes it, and when, i
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
@@ -52,6 +53,8 @@ class Delivery:
     registration: int | None = None
     """Digest of what was registered: the same name with other blocks is no repetition."""
     permission_until: float = 0.0
+    grants_after: float = -math.inf
+    """Marks up to then permit nothing: what was said of them may have been forgotten."""
     behind: set[int] = field(default_factory=set)
     """Slices in flight into blocks of ours that another registration had before; they have to end first."""
     next_token: int = 0
@@ -167,6 +170,8 @@ class Tombstone:
     registrations: dict[DeliveryKey, int | None]
     released: bool
     """Whether the host has had its `Released`."""
+    told_at: float = 0.0
+    """When the newest of its answers was given."""
     only_denials: bool = False
     """The transfer has not been here: some registrations of it were refused, and stay so."""
 
@@ -198,6 +203,8 @@ class ProducerState:
     slice_timers: Timers[int] = field(default_factory=Timers)
     outputs: deque[Output] = field(default_factory=deque)
     results: deque[Result] = field(default_factory=deque)
+    forgotten_at: float = -math.inf
+    """When the newest answer was given that has been forgotten before its time."""
     slice_count: int = 0
     counts: dict[str, int] = field(default_factory=dict)
 

@@ -1142,16 +1142,52 @@ def test_attempts_are_bounded_as_registrations_are() -> None:
 
 
 def test_a_renewal_of_what_has_ended_unheard_is_told_how_it_ended_and_stays_told() -> None:
-    """P64: also of an attempt that only the renewal speaks of. What cannot be remembered is not said."""
+    """P64: also of an attempt that only the renewal speaks of. What had to be forgotten permits nothing."""
     rank = Rank(consumers_max=1)
     rank.command(*computed(8), Finish(T))
     rank.at(30.0)
     assert rank.hear(renew(attempt=5))[0] == Send(D0, failed("lease_expired", attempt=5))
-    unheard = TransferStatus(T, C, "unknown", 0, 6)
-    assert rank.hear(renew(attempt=6)) == [Send(D0, Status(transfers=(unheard,), mark=30.0))]
+    assert rank.hear(renew(attempt=6))[0] == Send(D0, failed("lease_expired", attempt=6))
     rank.command(*computed(8))
-    assert rank.hear(register(8, attempt=5)) == [Send(D0, failed("lease_expired", attempt=5))]
+    assert rank.hear(register(8, attempt=6)) == [Send(D0, failed("lease_expired", attempt=6))]
+    standing = TransferStatus(T, C, "computing", 8, 5)
+    assert rank.hear(register(8, attempt=5)) == [Send(D0, Status(transfers=(standing,), mark=30.0))]
     assert rank.posts() == []
+
+
+def test_a_fence_that_had_to_be_forgotten_is_not_broken() -> None:
+    """P02, P64: so much ended meanwhile that its tombstone is gone; a doubled registration is read late."""
+    rank = Rank(tombstones_max=4)
+    rank.command(*computed(8))
+    rank.hear(register(8))
+    for piece in rank.posts():
+        rank.core.handle_slice_failed(piece.slice, "x", rank.now, retryable=False)
+    rank.hear(cancel())
+    rank.command(Abandon(T, "x"))
+    for number in range(8):
+        name = TransferId(f"other-{number}")
+        rank.command(Expect(name, 8), Abandon(name, "x"))
+    assert T not in rank.core.state.tombstones
+    rank.command(*computed(8))
+    rank.hear(register(8))
+    assert rank.posts() == []
+    rank.at(1.0)
+    rank.hear(renew())
+    assert rank.posts() != [], "who still wants it has heard a newer mark"
+
+
+def test_an_id_that_is_used_for_ever_is_remembered_within_bounds() -> None:
+    """S01, P64: each life has its answer, and the newest ones are kept."""
+    rank = Rank(consumers_max=4)
+    for attempt in range(1, 20):
+        rank.command(*computed(8))
+        rank.hear(register(8, attempt=attempt))
+        rank.hear(cancel(attempt=attempt))
+        rank.command(Abandon(T, "x"))
+        for piece in rank.posts():
+            rank.core.handle_slice_failed(piece.slice, "x", rank.now, retryable=False)
+        assert len(rank.core.state.tombstones[T].answers) <= 4
+    assert (D0, C, 19) in rank.core.state.tombstones[T].answers
 
 
 # --- preemption ----------------------------------------------------------------------------------
@@ -1406,25 +1442,22 @@ def test_a_transfer_of_which_only_refusals_are_known_has_not_ended() -> None:
 
 
 @pytest.mark.parametrize("lives", ["full table", "full source", "ended"])
-def test_what_cannot_be_remembered_is_not_answered(lives: str) -> None:
-    """S03: a fence that is forgotten is none. The consumer's own bounds end what waits for an answer."""
+def test_however_many_are_refused_each_is_told_and_none_is_written(lives: str) -> None:
+    """S03: answers are bounded; the oldest goes, and marks from before that permit nothing new."""
     rank = Rank(transfers_max=1, consumers_max=2)
     if lives == "full table":
         rank.command(*computed(8, U, 300))
-        heard = [announce(ConsumerId(f"x{number}")) for number in range(2)]
     elif lives == "full source":
         rank.command(*computed(8))
-        heard = [announce(ConsumerId(f"x{number}")) for number in range(4)]
     else:
         rank.command(*computed(8), Abandon(T, "abandoned: x"))
-        heard = [announce(ConsumerId(f"x{number}")) for number in range(2)]
-    for message in heard:
-        assert len(rank.hear(message)) == 1
+    for number in range(4):
+        assert len(rank.hear(announce(ConsumerId(f"x{number}")))) == 1
     for late in (announce(), register(8), register(4, start=8, groups=()), cancel()):
-        assert rank.hear(late) == []
-    unknown = TransferStatus(T, C, "unknown", 0, 1)
-    assert rank.hear(renew()) == [Send(D0, Status(transfers=(unknown,), mark=0.0))]
+        assert len(rank.hear(late)) == 1
     assert rank.posts() == []
+    row, tombstone = rank.core.state.rows.get(T), rank.core.state.tombstones.get(T)
+    assert len(tombstone.answers if row is None else row.past) <= 2
 
 
 def test_refusals_are_forgotten_as_tombstones_are() -> None:
