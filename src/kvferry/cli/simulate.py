@@ -117,8 +117,16 @@ def _check(namespace: argparse.Namespace) -> None:
     _belongs(namespace, ("stop_after", "no_shrink", "coverage"), plain, "neither --replay nor --mutants")
     for name in ("coverage", "timeline"):
         path: Path | None = getattr(namespace, name)
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UsageError(f"--{name}: there is no directory {path.parent}; make it first")
+        if path is not None:
+            _check_file(f"--{name}", path)
+
+
+def _check_file(flag: str, path: Path) -> None:
+    """Said before hours of seeds, not after them."""
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{flag}: there is no directory {path.parent}; make it first")
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UsageError(f"{flag}: {path} cannot be written; name a file that can")
 
 
 def _belongs(namespace: argparse.Namespace, names: tuple[str, ...], fits: bool, to: str) -> None:
@@ -132,8 +140,10 @@ def _options(namespace: argparse.Namespace) -> Options:
 
     chosen: dict[str, frozenset[str]] = {}
     if namespace.faults != "all":
-        names = [] if namespace.faults == "none" else namespace.faults.split(",")
-        chosen["faults"] = frozenset(name.strip() for name in names)
+        names = [] if namespace.faults == "none" else [name.strip() for name in namespace.faults.split(",")]
+        if "all" in names or "" in names:
+            raise UsageError("--faults is all, none, or names with commas; 'all' and nothing are no names")
+        chosen["faults"] = frozenset(names)
     return Options(world=namespace.world, drop=_numbers(namespace.drop), **chosen)
 
 

@@ -29,6 +29,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -141,8 +142,8 @@ def duration(namespace: argparse.Namespace) -> Callable[[], Callable[[], bool]]:
     minutes, rounds = namespace.minutes, namespace.rounds
     if minutes is None and rounds is None:
         minutes = MINUTES_DEFAULT
-    if minutes is not None and not minutes > 0:
-        raise UsageError(f"--minutes must be greater than 0, not {minutes:g}")
+    if minutes is not None and not 0 < minutes < math.inf:
+        raise UsageError(f"--minutes must be greater than 0, not {minutes:g}, and have an end")
     if rounds is not None and rounds < 1:
         raise UsageError(f"--rounds must be at least 1, not {rounds}")
 

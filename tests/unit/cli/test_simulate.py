@@ -378,3 +378,20 @@ def test_processes_are_ended_when_the_printing_fails(run: Run, monkeypatch: pyte
     monkeypatch.setattr(command, "_say", closed)
     run("--seeds", "1000", "--jobs", "2")
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--coverage", "."), "--coverage: . cannot be written"),
+        (("--faults", ""), "'all' and nothing are no names"),
+        (("--faults", "all,crash"), "'all' and nothing are no names"),
+        (("--replay", "1", "--drop", "9-3"), "--drop: '9-3' must rise"),
+        (("--replay", "1", "--drop", "0-99999999999"), "numbers go to 9999 at most"),
+    ],
+)
+def test_what_cannot_be_is_said_before_a_seed_runs(
+    arguments: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["simulate", *arguments]) == 2
+    assert told in capsys.readouterr().err
