@@ -111,7 +111,7 @@ class World:
         monkeypatch.setattr(soak_stages, "read_gauges", self.read)
         monkeypatch.setattr(soak_stages, "fetch", lambda url, path, seconds: json.dumps(WORKERS))
         monkeypatch.setattr(soak_stages, "POLL_SECONDS", 0.0)
-        monkeypatch.setattr(soak_stages, "STAGE_SECONDS_MAX", 0.5)
+        monkeypatch.setattr(soak_stages, "STAGE_SECONDS_MAX", 0.2)
         self.stages = Stages(ENDPOINTS, self.load, Mix("x", CONTEXT), TOKEN_BYTES)  # type: ignore[arg-type]
 
     def read(self, url: str) -> Gauges:
