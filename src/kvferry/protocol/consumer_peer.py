@@ -6,7 +6,7 @@ import math
 
 from kvferry.ids import ConsumerId, PeerName, TransferId
 from kvferry.protocol import fences
-from kvferry.protocol.messages import Cancel, Cancelled, Failed, Landed, Renew, Status, Written
+from kvferry.protocol.messages import Cancelled, Failed, Landed, Renew, Status, Written
 from kvferry.protocol.outputs import Inquire, Send
 from kvferry.protocol.reasons import (
     DETAIL_CHARACTERS_MAX,
@@ -203,7 +203,7 @@ def peer_alive(state: ConsumerState, name: PeerName, now: float) -> None:
         row = state.rows[key]
         part = (row.parts or {})[name]
         if not part.ended and row.state not in _UNENDED:
-            _repeat_cancel(state, row, part)
+            fences.ask_for_fence(state, row, part)
 
 
 def no_evidence(state: ConsumerState, name: PeerName) -> None:
@@ -272,7 +272,7 @@ def renew(state: ConsumerState, name: PeerName, now: float) -> None:
         if part is None or part.ended:
             continue
         if row.state not in _UNENDED:
-            _repeat_cancel(state, row, part)
+            fences.ask_for_fence(state, row, part)
             fences.check(state, row, now)
         elif fences.is_unanswered(state, part, now):
             # It may talk of other things and not know our link: a later request says Hello again.
@@ -287,17 +287,6 @@ def renew(state: ConsumerState, name: PeerName, now: float) -> None:
     _send_renewal(state, name, wanted, now)
     if peer.broken:
         _inquire(state, name, now)
-
-
-def _repeat_cancel(state: ConsumerState, row: Reception, part: Part) -> None:
-    cancel = Cancel(
-        transfer=row.transfer,
-        consumer=row.consumer,
-        attempt=row.attempt,
-        reason=row.reason,
-        sharers=part.link.sharers,
-    )
-    state.outputs.append(Send(part.link.peer, cancel))
 
 
 def _fail(state: ConsumerState, row: Reception, reason: str, now: float) -> None:

@@ -91,20 +91,23 @@ def fail(state: ConsumerState, row: Reception, reason: str, now: float) -> None:
 
 
 def _cancel_parts(state: ConsumerState, row: Reception) -> None:
-    for peer, part in (row.parts or {}).items():
-        if part.ended:
-            continue
-        cancel = Cancel(
-            transfer=row.transfer,
-            consumer=row.consumer,
-            attempt=row.attempt,
-            reason=row.reason or CANCELLED,
-            sharers=part.link.sharers,
-        )
-        state.outputs.append(Send(peer, cancel))
+    for part in row.open_parts():
+        ask_for_fence(state, row, part)
         if part.state is PartState.UNTOLD or part.granted_at is None:
             # It was never permitted to write to our blocks, so there is nothing to wait for.
             part.state = PART.next(part.state, PartEvent.CANCELLED)
+
+
+def ask_for_fence(state: ConsumerState, row: Reception, part: Part) -> None:
+    """Tell a rank to stop; repeating it does no harm."""
+    cancel = Cancel(
+        transfer=row.transfer,
+        consumer=row.consumer,
+        attempt=row.attempt,
+        reason=row.reason or CANCELLED,
+        sharers=part.link.sharers,
+    )
+    state.outputs.append(Send(part.link.peer, cancel))
 
 
 def check(state: ConsumerState, row: Reception, now: float) -> None:

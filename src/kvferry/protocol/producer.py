@@ -51,9 +51,11 @@ PRODUCER_MESSAGES = frozenset(_MESSAGES)
 
 
 def _check_ids(message: Any) -> None:
-    names = [message] if not isinstance(message, Renew) else message.transfers
-    pairs = [(name.transfer, name.consumer) if name is message else name[:2] for name in names]
-    if any(len(name) > ID_CHARACTERS_MAX for pair in pairs for name in pair):
+    if isinstance(message, Renew):
+        ids = [name for transfer, consumer, _ in message.transfers for name in (transfer, consumer)]
+    else:
+        ids = [message.transfer, message.consumer]
+    if any(len(name) > ID_CHARACTERS_MAX for name in ids):
         raise PeerError(f"an id of more than {ID_CHARACTERS_MAX} characters")
 
 

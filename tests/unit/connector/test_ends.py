@@ -20,20 +20,9 @@ from kvferry.protocol.commands import (
     Released,
     Withdraw,
 )
+from tests.support.legs import DECODE, PREFILL, of
 
 EOS, TOKEN = 2, 7
-PREFILL = {"do_remote_decode": True, "transfer_id": "transfer-one"}
-DECODE = {
-    "do_remote_prefill": True,
-    "remote_engine_id": "prefill-engine",
-    "remote_host": "127.0.0.1",
-    "remote_port": 5601,
-    "transfer_id": "transfer-one",
-}
-
-
-def of(kind, commands):
-    return [command for command in commands if isinstance(command, kind)]
 
 
 def add(engine, name, prompt, params, *, ignore_eos=True, **sampling):

@@ -22,19 +22,7 @@ from kvferry.protocol.commands import (
     Released,
     Withdraw,
 )
-
-PREFILL = {"do_remote_decode": True, "transfer_id": "transfer-one"}
-DECODE = {
-    "do_remote_prefill": True,
-    "remote_engine_id": "prefill-engine",
-    "remote_host": "127.0.0.1",
-    "remote_port": 5601,
-    "transfer_id": "transfer-one",
-}
-
-
-def of(kind, commands):
-    return [command for command in commands if isinstance(command, kind)]
+from tests.support.legs import DECODE, PREFILL, of
 
 
 def preempt(engine, name):

@@ -17,15 +17,8 @@ from kvferry.protocol.commands import (
     Relinquish,
     Withdraw,
 )
+from tests.support.legs import DECODE as SOURCE
 from tests.support.vllm_engine import BLOCK_TOKENS
-
-SOURCE = {
-    "do_remote_prefill": True,
-    "remote_engine_id": "prefill-engine",
-    "remote_host": "127.0.0.1",
-    "remote_port": 5601,
-    "transfer_id": "transfer-one",
-}
 
 starts_over = pytest.mark.skipif(
     not compat.can_fail_receives(), reason="this vLLM cannot throw one request's prefix away"

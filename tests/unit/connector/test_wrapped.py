@@ -24,24 +24,12 @@ from kvferry.protocol.commands import (
     Released,
 )
 from tests.support import vllm_engine
+from tests.support.legs import DECODE, PREFILL, of
 from tests.support.vllm_engine import kv_cache_config
 
 pytestmark = pytest.mark.skipif(
     not compat.can_fail_receives(), reason="this vLLM's wrapper does not pass failed receives on"
 )
-
-PREFILL = {"do_remote_decode": True, "transfer_id": "transfer-one"}
-DECODE = {
-    "do_remote_prefill": True,
-    "remote_engine_id": "prefill-engine",
-    "remote_host": "127.0.0.1",
-    "remote_port": 5601,
-    "transfer_id": "transfer-one",
-}
-
-
-def of(kind, commands):
-    return [command for command in commands if isinstance(command, kind)]
 
 
 class Separated(FerryStats):

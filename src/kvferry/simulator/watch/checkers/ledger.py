@@ -89,6 +89,9 @@ class Write:
     """The destination, None when the blocks are not all of one that is known."""
     lots: tuple[Lot, ...] = ()
     """Where its source blocks were then."""
+    source_returns: int = 0
+    target_returns: int = 0
+    """How often its blocks had gone back to their engine's pool before."""
 
 
 @dataclass(slots=True)
@@ -248,8 +251,28 @@ class Ledger(Checker):
         if holding is not None:
             lots = _read_from(holding, set(event.source_blocks))
         self.writes[event.rank, event.handle] = Write(
-            event.rank, event.target, event.handle, event.source_blocks, event.target_blocks, opening, lots
+            event.rank,
+            event.target,
+            event.handle,
+            event.source_blocks,
+            event.target_blocks,
+            opening,
+            lots,
+            self._returns(event.rank, event.source_blocks),
+            self._returns(event.target, event.target_blocks),
         )
+
+    def source_came_back(self, write: Write) -> bool:
+        """Whether a pool has got source blocks of a write back since it was posted."""
+        return self._returns(write.rank, write.source_blocks) != write.source_returns
+
+    def target_came_back(self, write: Write) -> bool:
+        """Whether a pool has got target blocks of a write back since it was posted."""
+        return self._returns(write.target, write.target_blocks) != write.target_returns
+
+    def _returns(self, rank: PeerName, blocks: tuple[int, ...]) -> int:
+        life = self.life_of.get(rank)
+        return 0 if life is None else sum(life.returns.get(block, 0) for block in blocks)
 
 
 def _read_from(holding: Holding, blocks: set[int]) -> tuple[Lot, ...]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from kvferry.ids import PeerName
-from kvferry.simulator.ground.events import BlocksReturned, Landed, Posted
+from kvferry.simulator.ground.events import BlocksReturned, Landed
 from kvferry.simulator.watch.checkers.base import Checker, Handlers
-from kvferry.simulator.watch.checkers.ledger import Ledger, Write
+from kvferry.simulator.watch.checkers.ledger import Ledger
 
 
 class NoReadOfFreedSources(Checker):
@@ -17,16 +16,11 @@ class NoReadOfFreedSources(Checker):
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._returns: dict[tuple[PeerName, int], int] = {}
         super().__init__()
 
     def handlers(self) -> Handlers:
         """What is called for which kind of event."""
-        return {Posted: self._posted, Landed: self._landed, BlocksReturned: self._returned}
-
-    def _posted(self, event: Posted) -> None:
-        write = self._ledger.writes[event.rank, event.handle]
-        self._returns[event.rank, event.handle] = self._times_returned(write)
+        return {Landed: self._landed, BlocksReturned: self._returned}
 
     def _landed(self, event: Landed) -> None:
         write = self._ledger.writes.get((event.rank, event.handle))
@@ -36,7 +30,7 @@ class NoReadOfFreedSources(Checker):
         what = f"write {event.handle} of {event.rank} to {event.target} read {write.source_blocks}"
         if any(lot.given_back for lot in write.lots):
             self.broken(event.at_seconds, f"{what} after the rank had given them back")
-        elif self._times_returned(write) != self._returns[event.rank, event.handle]:
+        elif self._ledger.source_came_back(write):
             self.broken(event.at_seconds, f"{what} after the engine's pool had got them back")
 
     def _returned(self, event: BlocksReturned) -> None:
@@ -48,7 +42,3 @@ class NoReadOfFreedSources(Checker):
                     text = f"block {block} of {event.engine} was freed while {rank} offers it to readers"
                     self.broken(event.at_seconds, text)
                     break
-
-    def _times_returned(self, write: Write) -> int:
-        life = self._ledger.life_of.get(write.rank)
-        return 0 if life is None else sum(life.returns.get(block, 0) for block in write.source_blocks)
