@@ -54,7 +54,8 @@ class StubOpenAI:
             said = {"message": {"content": text}} if "messages" in body else {"text": text}
             choices.append({"index": index, "token_ids": tokens, "finish_reason": "length", **said})
         counted = sum(len(prompt) for prompt in prompts)
-        return {"choices": choices, "usage": {"prompt_tokens": counted}}
+        made = sum(len(choice["token_ids"]) for choice in choices)
+        return {"choices": choices, "usage": {"prompt_tokens": counted, "completion_tokens": made}}
 
 
 def _prompts(body: Body) -> list[Any]:

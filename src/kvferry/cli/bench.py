@@ -1,6 +1,8 @@
 """Measure one part of kvferry.
 
-hooks   what kvferry's hooks cost an engine's main thread, per step and per request; needs vLLM, no GPU
+hooks    what kvferry's hooks cost an engine's main thread, per step and per request; needs vLLM, no GPU
+serve    load one OpenAI-compatible endpoint and report TTFT, TPOT and goodput; needs no vLLM
+compare  kvferry against vLLM's own connectors on emulated engines, with a report; needs vLLM, no GPU
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvferry.cli import bench_compare, bench_serve
 from kvferry.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,6 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="at most, fewer where time is short (default: %(default)s)",
     )
     hooks.add_argument("--json", type=Path, metavar="FILE", help="write all figures there too")
+    for name, module in (("serve", bench_serve), ("compare", bench_compare)):
+        parser_of_one = commands.add_parser(name, help=module.SUMMARY, description=module.__doc__)
+        parser_of_one.set_defaults(measure=module.run)
+        module.add_arguments(parser_of_one)
 
 
 def run(namespace: argparse.Namespace) -> int:

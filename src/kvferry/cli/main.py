@@ -38,10 +38,14 @@ COMMANDS = {
     ),
     "bench": ("kvferry.cli.bench", "measure one part of kvferry, e.g. what its hooks cost an engine"),
     "tiny-model": ("kvferry.cli.tiny_model", "write a small random model for tests and demos"),
+    "emulated-model": (
+        "kvferry.cli.emulated",
+        "write the model of an emulated engine, and say how to start engines with it",
+    ),
     "version": ("kvferry.cli.version", "print the versions of kvferry, vLLM, NIXL and torch"),
 }
 
-EXTRAS = {"numpy": "sim", "vllm": "vllm", "torch": "vllm", "nixl": "vllm", "zmq": "vllm"}
+EXTRAS = {"numpy": "sim", "matplotlib": "bench", "vllm": "vllm", "torch": "vllm", "nixl": "vllm", "zmq": "vllm"}
 """Modules that a plain installation lacks, and the extra that brings each."""
 
 

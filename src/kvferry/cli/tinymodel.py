@@ -70,7 +70,7 @@ def write_model(directory: Path, shape: Shape, *, seed: int = 0) -> None:
     tokenizer = build_tokenizer()
     vocabulary = tokenizer.get_vocab_size()
     # First what says in an OSError that the directory cannot be written: the two libraries raise their own.
-    _write_json(directory / "tokenizer_config.json", _tokenizer_config(shape))
+    _write_json(directory / "tokenizer_config.json", tokenizer_config(shape.max_positions))
     _write_json(directory / "config.json", _model_config(shape, vocabulary))
     tokenizer.save(str(directory / "tokenizer.json"))
     save_file(
@@ -162,10 +162,11 @@ def _model_config(shape: Shape, vocabulary: int) -> dict[str, object]:
     }
 
 
-def _tokenizer_config(shape: Shape) -> dict[str, object]:
+def tokenizer_config(max_positions: int) -> dict[str, object]:
+    """`tokenizer_config.json` of a model with contexts of so many tokens."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": shape.max_positions,
+        "model_max_length": max_positions,
         "pad_token": "<|pad|>",
         "bos_token": "<|begin|>",
         "eos_token": "<|end|>",

@@ -14,6 +14,7 @@ from kvferry.agent.agent import Agent
 from kvferry.agent.directory_client import DirectoryClient
 from kvferry.agent.links import Identity
 from kvferry.connector.settings import Settings
+from kvferry.host.devices import recorder_of
 from kvferry.ids import PeerName
 from kvferry.layout.spec import CacheSpec
 from kvferry.transport.base import Transport
@@ -48,6 +49,9 @@ def recorder(tensor: Any) -> Callable[[], Callable[[], bool]] | None:
     What it returns marks the current stream, and gives a function that says, on any thread, whether the
     device has passed the mark.
     """
+    emulated = recorder_of(tensor)
+    if emulated is not None:
+        return emulated
     if tensor.device.type != "cuda":
         return None
 

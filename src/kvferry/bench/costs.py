@@ -1,0 +1,96 @@
+"""What connectors cost the engines of a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from kvferry.bench.connectors import CONNECTORS
+from kvferry.bench.grid import Cell
+from kvferry.bench.results import CellRun, EngineCost, HookCost, SessionRun, Side, StepCost
+
+SIDES: tuple[Side, ...] = ("prefill", "decode")
+EARLY_BYTES = "kvferry_bytes_before_prefill_end_total"
+BYTES = "kvferry_transfer_bytes_total"
+
+
+class Costs:
+    """Figures per connector, cell and engine; None where nobody has measured them."""
+
+    def __init__(
+        self, runs_of: Callable[[str, Cell], Sequence[CellRun]], sessions: Sequence[SessionRun]
+    ) -> None:
+        self._runs_of = runs_of
+        self._sessions = sessions
+
+    def hooks_per_request(self, connector: str, cell: Cell, side: Side, *, cpu: bool = False) -> float | None:
+        """Main-thread seconds in the connector's hooks per answered request, calls in every step included.
+
+        `cpu` counts what the thread has computed, without what it has waited, for a core among others.
+        """
+        runs = self._runs_of(connector, cell)
+        requests = sum(len(run.load.records) - len(run.load.failures) for run in runs)
+        hooks = [hook for cost in self._costs(runs, side) for hook in cost.hooks]
+        seconds = sum(hook.cpu_seconds if cpu else hook.seconds for hook in hooks)
+        return seconds / requests if hooks and requests else None
+
+    def hook_costs(self, connector: str, cell: Cell, side: Side) -> list[HookCost]:
+        """Each hook's cost over all repeats."""
+        found: dict[tuple[str, str], HookCost] = {}
+        for cost in self._costs(self._runs_of(connector, cell), side):
+            for hook in cost.hooks:
+                before = found.get((hook.side, hook.hook))
+                found[hook.side, hook.hook] = hook if before is None else _joined(before, hook)
+        return sorted(found.values(), key=lambda hook: -hook.seconds)
+
+    def steps(self, connector: str, cell: Cell, side: Side) -> StepCost | None:
+        """How late steps were: the repeat with the median of all p95."""
+        steps = [cost.steps for cost in self._costs(self._runs_of(connector, cell), side) if cost.steps]
+        return sorted(steps, key=lambda one: one.p95)[len(steps) // 2] if steps else None
+
+    def cpu_share(self, connector: str, cell: Cell, side: Side) -> float | None:
+        """Cores that an engine has kept busy during a cell."""
+        runs = [run for run in self._runs_of(connector, cell) if side in run.engines]
+        seconds = sum(run.load.seconds for run in runs)
+        return sum(run.engines[side].cpu_seconds for run in runs) / seconds if seconds else None
+
+    def hidden_share(self, connector: str, cell: Cell) -> float | None:
+        """Share of the KV's bytes that were posted before prefill had ended; None where nobody counts it."""
+        if CONNECTORS[connector].kind != "ours":
+            return None
+        counters = [cost.counters for cost in self._costs(self._runs_of(connector, cell), "prefill")]
+        sent = sum(one.get(BYTES, 0.0) for one in counters)
+        return sum(one.get(EARLY_BYTES, 0.0) for one in counters) / sent if sent else None
+
+    def counted(self, connector: str, cell: Cell, side: Side) -> dict[str, float]:
+        """What an engine's metrics have counted about transfers, over all repeats."""
+        found: dict[str, float] = {}
+        for cost in self._costs(self._runs_of(connector, cell), side):
+            for name, value in cost.counters.items():
+                found[name] = found.get(name, 0.0) + value
+        return found
+
+    def idle_share(self, connector: str, side: Side) -> float | None:
+        """Cores that an idle engine keeps busy: the median of its sessions."""
+        shares = [
+            run.idle_cpu_seconds[side] / run.idle_seconds
+            for run in self._sessions
+            if run.connector == connector and side in run.idle_cpu_seconds
+        ]
+        return float(np.median(shares)) if shares else None
+
+    @staticmethod
+    def _costs(runs: Iterable[CellRun], side: Side) -> list[EngineCost]:
+        return [run.engines[side] for run in runs if side in run.engines]
+
+
+def _joined(one: HookCost, other: HookCost) -> HookCost:
+    return HookCost(
+        side=one.side,
+        hook=one.hook,
+        count=one.count + other.count,
+        seconds=one.seconds + other.seconds,
+        cpu_seconds=one.cpu_seconds + other.cpu_seconds,
+        max_seconds=max(one.max_seconds, other.max_seconds),
+    )

@@ -1,0 +1,139 @@
+"""The figures of a comparison as rows: for CSV, for JSON, and for the report's tables."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import asdict
+from typing import Any
+
+from kvferry.bench.analysis import METRICS, Comparison
+from kvferry.bench.costs import SIDES
+from kvferry.bench.grid import Cell
+from kvferry.bench.targets import Target
+
+SHARES = (0.5, 0.9, 0.95, 0.99)
+WITH_INTERVAL = (0.5, 0.95)
+
+Row = dict[str, Any]
+
+
+def cell_rows(comparison: Comparison) -> list[Row]:
+    """One row per cell and connector: requests, quantiles in milliseconds with intervals, ratios to stock."""
+    names = sorted({run.connector for run in comparison.runs}, key=_place(comparison))
+    return [
+        _row(comparison, name, cell)
+        for cell in comparison.cells
+        for name in names
+        if comparison.runs_of(name, cell)
+    ]
+
+
+def as_csv(rows: list[Row]) -> str:
+    """Rows as CSV; a column that a row lacks is empty there."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return buffer.getvalue()
+
+
+def as_document(comparison: Comparison, rows: list[Row], targets: list[Target]) -> Row:
+    """Everything in one JSON document."""
+    return {
+        "options": {name: getattr(comparison.options, name) for name in comparison.options.__struct_fields__},
+        "targets": [asdict(target) for target in targets],
+        "cells": rows,
+        "phases_ms": [
+            {"connector": name, "rate": cell.rate, "input_tokens": cell.input_tokens}
+            | {phase: _ms(seconds) for phase, seconds in comparison.phases(name, cell).items()}
+            for cell in comparison.cells
+            for name in comparison.connectors
+            if comparison.phases(name, cell)
+        ],
+        "idle_cores": {
+            name: {
+                side: round(share, 4)
+                for side in SIDES
+                if (share := comparison.costs.idle_share(name, side)) is not None
+            }
+            for name in comparison.connectors
+        },
+        "pages": comparison.checks.pages(),
+        "mismatches": comparison.checks.mismatches(),
+        "different_answers": comparison.checks.different_answers(),
+        "failures": [
+            {
+                "connector": run.connector,
+                "repeat": run.repeat,
+                "request": record.request,
+                "error": record.error,
+            }
+            for run, record in comparison.checks.failures()
+        ],
+    }
+
+
+def _row(comparison: Comparison, name: str, cell: Cell) -> Row:
+    runs = comparison.runs_of(name, cell)
+    row: Row = {
+        "rate": cell.rate,
+        "input_tokens": cell.input_tokens,
+        "connector": name,
+        "repeats": len(runs),
+        "requests": sum(len(run.load.records) for run in runs),
+        "failed": sum(len(run.load.failures) for run in runs),
+    }
+    for metric in METRICS:
+        row |= _quantiles(comparison, name, cell, metric)
+    for side in SIDES:
+        row |= _side(comparison, name, cell, side)
+    hidden = comparison.costs.hidden_share(name, cell)
+    row["posted_before_prefill_end"] = None if hidden is None else round(hidden, 4)
+    return row
+
+
+def _quantiles(comparison: Comparison, name: str, cell: Cell, metric: str) -> Row:
+    row: Row = {}
+    for share in SHARES:
+        level = comparison.level(name, cell, metric, share)
+        label = f"{metric}_p{share * 100:g}_ms"
+        row[label] = None if level is None else _ms(level)
+        found = comparison.figure(name, cell, metric, share) if share in WITH_INTERVAL else None
+        if found is not None and found.high > found.low:
+            row |= {f"{label}_low": _ms(found.low), f"{label}_high": _ms(found.high)}
+    if name in comparison.ours():
+        for share in WITH_INTERVAL:
+            told = comparison.against_better(name, cell, metric, share)
+            if told is not None:
+                label = f"{metric}_p{share * 100:g}_ratio"
+                row[f"{label}_to"] = told.connector
+                row[label] = round(told.ratio.figure, 4)
+                row |= {f"{label}_low": round(told.ratio.low, 4), f"{label}_high": round(told.ratio.high, 4)}
+    return row
+
+
+def _side(comparison: Comparison, name: str, cell: Cell, side: str) -> Row:
+    hooks, steps = (
+        comparison.costs.hooks_per_request(name, cell, side),
+        comparison.costs.steps(name, cell, side),
+    )
+    hooks_cpu = comparison.costs.hooks_per_request(name, cell, side, cpu=True)
+    cpu = comparison.costs.cpu_share(name, cell, side)
+    return {
+        f"{side}_hooks_ms_per_request": None if hooks is None else _ms(hooks),
+        f"{side}_hooks_cpu_ms_per_request": None if hooks_cpu is None else _ms(hooks_cpu),
+        f"{side}_steps_late_p50_ms": None if steps is None else _ms(steps.p50),
+        f"{side}_steps_late_p95_ms": None if steps is None else _ms(steps.p95),
+        f"{side}_busy_cores": None if cpu is None else round(cpu, 3),
+    }
+
+
+def _place(comparison: Comparison) -> Any:
+    order = {name: position for position, name in enumerate(comparison.connectors)}
+    return lambda name: order.get(name, len(order))
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)

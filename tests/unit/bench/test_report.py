@@ -1,0 +1,167 @@
+"""The written report: four files, one page that needs nothing else, and a verdict."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from kvferry.bench import report
+from kvferry.bench.report import CSV, HTML, JSON, PNG, Written, write_report
+from kvferry.bench.results import open_results
+from kvferry.errors import UsageError
+from tests.support.bench_results import World, made_up, options
+
+# Drawing takes a few seconds of CPU time, which a busy machine may not have within the usual bound.
+pytestmark = pytest.mark.timeout(120)
+
+SMALL = options(cells=((1, 1024), (4, 16384)), cell_seconds=3.0)
+
+
+class Page(HTMLParser):
+    """What is in a page, tag by tag."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: Counter[str] = Counter()
+        self.ids: Counter[str] = Counter()
+        self.links: list[str] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(text)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        if tag not in {"meta", "path", "use", "line", "rect"}:
+            self._open.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids[str(value)] += 1
+            if name in {"href", "src", "xlink:href"}:
+                self.links.append(str(value))
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if self._open and self._open[-1] == tag:
+            self._open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        if self._open and self._open[-1] == tag:
+            self._open.pop()
+        else:
+            assert tag in {"meta", "path", "use", "line", "rect"}, tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("report")
+
+
+@pytest.fixture(scope="module")
+def written(directory: Path) -> Written:
+    return write_report(made_up(directory, World(), SMALL))
+
+
+@pytest.fixture(scope="module")
+def page(written: Written, directory: Path) -> Page:
+    return Page((directory / HTML).read_text(encoding="utf-8"))
+
+
+def test_the_page_needs_nothing_else(page: Page, directory: Path) -> None:
+    """No script, no font, no picture from elsewhere: only references inside of the page."""
+    assert page.tags["script"] == page.tags["link"] == page.tags["img"] == 0
+    assert page.links
+    assert all(link.startswith("#") for link in page.links)
+    text = (directory / HTML).read_text(encoding="utf-8")
+    assert set(re.findall(r"url\(([^)]*)\)", text)) <= {f"#{name}" for name in page.ids}
+    outside = set(re.findall(r"https?://[^\s\"'<]+", text))
+    assert {address.split("/")[2] for address in outside} <= {"www.w3.org", "purl.org", "creativecommons.org"}
+
+
+def test_no_two_things_of_the_page_have_one_id(page: Page) -> None:
+    assert {name: count for name, count in page.ids.items() if count > 1} == {}
+    assert {link[1:] for link in page.links} <= set(page.ids)
+
+
+def test_the_page_has_every_plot_and_every_connector(page: Page) -> None:
+    assert page.tags["svg"] == 5
+    for words in (
+        "kvferry push",
+        "vLLM push",
+        "vLLM pull",
+        "decode alone",
+        "16k tokens",
+        "first step",
+        "queue",
+    ):
+        assert words in page.text
+    assert "Not measured." not in page.text
+
+
+def test_the_targets_and_the_verdict_stand_in_the_page(page: Page, written: Written) -> None:
+    assert written.verdict in page.text
+    for target in written.targets:
+        assert target.what in page.text
+        assert target.figure in page.text
+
+
+def test_the_verdict_has_our_figures_beside_the_better_stock_connectors(written: Written) -> None:
+    assert written.problems == ()
+    pattern = (
+        r"kvferry push at 4 x 16k: TTFT p50 \d+ ms \(0\.\d\d x vLLM pull\), "
+        r"TTFT p95 \d+ ms \(0\.\d\d x vLLM pull\), TPOT p50 5\.7 ms \(1\.00 x vLLM push\)"
+    )
+    assert re.fullmatch(pattern, written.verdict)
+
+
+def test_the_other_files_are_there(written: Written, directory: Path) -> None:
+    assert (directory / PNG).read_bytes().startswith(b"\x89PNG")
+    assert json.loads((directory / JSON).read_text())["targets"]
+    assert (directory / CSV).read_text().startswith("rate,input_tokens,connector")
+    assert not list(directory.glob("*.new"))
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of words: drawing takes seconds."""
+    monkeypatch.setattr(report, "draw", lambda comparison, directory: {})
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_what_is_wrong_is_told(tmp_path: Path) -> None:
+    world = World(mismatches=2, failing="vllm-push", answers={"vllm-pull": 9})
+    written = write_report(made_up(tmp_path, world, SMALL))
+    assert written.problems == (
+        "8 pages arrived with other content than was sent",
+        "30 requests were answered differently by two connectors",
+        "4 requests failed, the first under vllm-push: answered 500: unwell",
+    )
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_text_from_outside_cannot_break_the_page(tmp_path: Path) -> None:
+    made = options(cells=((1, 1024),), engines={"preset": "<script>alert(1)</script>", "step_tokens": 1})
+    write_report(made_up(tmp_path, World(), made))
+    assert "<script>" not in (tmp_path / HTML).read_text()
+
+
+def test_one_connector_and_one_cell_are_enough(tmp_path: Path) -> None:
+    made = options(cells=((1, 1024),), connectors=("vllm-pull",), baseline=False, repeats=1)
+    written = write_report(made_up(tmp_path, World(), made))
+    assert written.verdict.startswith("vLLM pull at 1 x 1k: TTFT p50")
+    assert written.targets == ()
+
+
+def test_nothing_measured_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no measured cell yet"):
+        write_report(open_results(tmp_path, options()))

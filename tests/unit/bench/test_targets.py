@@ -1,0 +1,109 @@
+"""Every target is met, missed or open as the made-up figures say."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kvferry.bench.analysis import Comparison
+from kvferry.bench.connectors import BASELINE
+from kvferry.bench.plan import Options
+from kvferry.bench.targets import Target, targets
+from tests.support.bench_results import World, imagined, options
+
+LOADS = ((1, 1024), (1, 16384), (4, 16384), (8, 16384))
+FAST = {"ferry-push": 0.008, "vllm-push": 0.13, "vllm-pull": 0.2, BASELINE: 0.0}
+
+
+def judged(world: World, made: Options | None = None) -> dict[str, Target]:
+    made = made or options(cells=LOADS, cell_seconds=4.0)
+    return {one.what: one for one in targets(Comparison(imagined(world, made)))}
+
+
+def test_a_fast_connector_meets_what_it_should() -> None:
+    found = judged(World(handover=FAST))
+    verdicts = {what: one.verdict for what, one in found.items()}
+    assert verdicts["hand-over p50, chunks of 2048 at 1 x 16k"] == "met"
+    assert verdicts["hand-over p50, chunks of 2048 at 4 x 16k"] == "met"
+    assert verdicts["TTFT p50 at 8 x 16k"] == "met"
+    assert verdicts["every cell, TTFT and TPOT p50"] == "met"
+    assert verdicts["TPOT p50 at 8 x 16k"] == "met"
+    assert verdicts["hooks per request on decode at 1 x 16k"] == "met"
+    assert verdicts["idle CPU of prefill"] == "met"
+    assert verdicts["pages, answers, requests"] == "met"
+    assert "vLLM push" in found["TTFT p50 at 8 x 16k"].figure
+
+
+@pytest.mark.parametrize(
+    ("world", "what", "said"),
+    [
+        (World(), "TTFT p95 at 8 x 16k", "x vLLM pull"),
+        (World(), "gap between chunks p95 at 8 x 16k", "1.00 x vLLM push"),
+        (World(tpot={"ferry-push": 0.006, BASELINE: 0.0056}), "TPOT p50 at 8 x 16k", "1.071 x"),
+        (
+            World(hooks={"ferry-push": 0.0006, "vllm-push": 0.008}),
+            "hooks per request on prefill at 1 x 16k",
+            "0.60 ms, 0.30 ms of it computing (vLLM push",
+        ),
+        (World(idle={"ferry-push": 0.02}), "idle CPU of decode", "2.0% of a core"),
+        (World(mismatches=1), "pages, answers, requests", "of 26,000 pages wrong"),
+        (World(failing="vllm-pull"), "pages, answers, requests", "8 requests failed"),
+    ],
+)
+def test_a_slow_or_wrong_one_misses(world: World, what: str, said: str) -> None:
+    found = judged(world)[what]
+    assert found.verdict == "missed"
+    assert said in found.figure
+
+
+def test_a_cell_that_is_worse_is_named() -> None:
+    slow = {"ferry-push": 0.3, "vllm-push": 0.13, "vllm-pull": 0.11, BASELINE: 0.0}
+    found = judged(World(handover=slow))["every cell, TTFT and TPOT p50"]
+    assert found.verdict == "missed"
+    assert "TTFT at 1 x 1k" in found.figure
+    assert "x vLLM push" in found.figure
+    assert "TPOT" not in found.figure
+
+
+def test_the_limit_of_a_hand_over_depends_on_the_chunk() -> None:
+    engines = {"preset": "made-up", "step_tokens": 8192}
+    found = judged(World(), options(cells=LOADS, cell_seconds=4.0, engines=engines))
+    assert "0.55" in found["hand-over p50, chunks of 8192 at 1 x 16k"].limit
+    assert found["hand-over p50, chunks of 8192 at 1 x 16k"].verdict == "met"
+    other = judged(World(), options(cells=LOADS, cell_seconds=4.0, engines={"step_tokens": 512}))
+    assert not [what for what in other if what.startswith("hand-over p50, chunks")]
+
+
+def test_a_hand_over_is_split_into_steps_and_what_is_left_for_the_write() -> None:
+    """About 43 ms, of which three steps of 5.5 ms and 3 ms are allowed beside the write."""
+    found = judged(World())["hand-over p50 at 1 x 16k"]
+    assert found.verdict == "not measured"
+    total, left = (float(part) for part in re.findall(r"(\d+\.\d) ms", found.figure))
+    assert total - left == pytest.approx(19.5, abs=0.11)
+    fast = judged(World(handover={**FAST, "ferry-push": 0.005}))
+    assert fast["hand-over p50 at 1 x 16k"].verdict == "met"
+
+
+def test_what_was_not_measured_is_open() -> None:
+    found = judged(World(), options(cells=((2, 1024),), connectors=("ferry-push",), baseline=False))
+    open_ones = {what for what, one in found.items() if one.verdict == "not measured"}
+    assert "TTFT p50 at 8 x 16k" in open_ones
+    assert "every cell, TTFT and TPOT p50" in open_ones
+    assert "TPOT p50 at 8 x 16k" in open_ones
+    assert "hooks per request on prefill at 1 x 16k" in open_ones
+    assert {found[what].figure for what in open_ones} == {""}
+
+
+def test_synchronous_posting_has_its_own_rows() -> None:
+    made = options(
+        cells=((8, 16384),), connectors=("ferry-push", "vllm-push", "vllm-push-sync"), baseline=False
+    )
+    world = World(handover={**FAST, "vllm-push-sync": 0.02})
+    found = judged(world, made)
+    assert found["TTFT p50 at 8 x 16k"].verdict == "met"
+    assert "synchronous" in found["TTFT p50, synchronous posting at 8 x 16k"].figure
+
+
+def test_a_comparison_without_us_has_no_targets() -> None:
+    assert judged(World(), options(connectors=("vllm-push",), baseline=False)) == {}

@@ -1,0 +1,85 @@
+"""The command line of `kvferry bench serve`: options, report, file, exit code and last line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvferry.cli import main as cli
+from tests.support.stub_openai import StubOpenAI
+
+LOAD = ["--model", "tiny", "--num-prompts", "4", "--random-input-len", "5", "--random-output-len", "3"]
+
+
+def serve(url: str, *more: str) -> int:
+    return cli.main(["bench", "serve", "--base-url", url, *LOAD, *more])
+
+
+def test_a_load_is_sent_reported_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "result.json"
+    with StubOpenAI() as stub:
+        assert serve(stub.url, "--save-result", str(file), "--goodput", "ttft:60000", "--api-key", "k") == 0
+        assert len(stub.bodies) == 4
+        assert stub.bodies[0]["ignore_eos"] is True
+    out = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in out[:5]] == ["ms", "ttft", "tpot", "itl", "e2el"]
+    assert out[-1].startswith("4 of 4 requests answered in ")
+    assert "goodput" in out[-1]
+    told = json.loads(file.read_text())
+    assert len(told["requests"]) == 4
+    assert told["totals"]["failed"] == 0
+    assert '"k"' not in file.read_text().replace('"kind"', "")
+
+
+def test_a_failed_request_fails_the_command_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    with StubOpenAI() as stub:
+        stub.status = 503
+        assert serve(stub.url) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("failed 1 x: http://127.0.0.1") for line in out[:4])
+    assert "answered 503" in out[0]
+    assert out[-1].startswith("0 of 4 requests answered in ")
+
+
+def test_only_the_metrics_that_are_asked_for_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with StubOpenAI() as stub:
+        assert serve(stub.url, "--percentile-metrics", "e2el", "--no-ignore-eos") == 0
+        assert "ignore_eos" not in stub.bodies[0]
+    table = capsys.readouterr().out.splitlines()[:-2]
+    assert [line.split()[0] for line in table] == ["ms", "e2el"]
+
+
+def test_texts_and_more_keys_can_be_sent() -> None:
+    with StubOpenAI() as stub:
+        assert serve(stub.url, "--prompt-kind", "text", "--extra-body", '{"top_k": 1}') == 0
+        assert {len(body["prompt"].split()) for body in stub.bodies} == {5}
+        assert stub.bodies[0]["top_k"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--request-rate", "0"], "--request-rate must be above 0 (inf sends all at once), not 0.0"),
+        (["--max-concurrency", "0"], "--max-concurrency must be from 1 to 4096, not 0"),
+        (["--vocabulary", "many"], "--vocabulary must be FIRST:END, such as 1000:30000, not 'many'"),
+        (["--extra-body", "[1]"], "--extra-body must be a JSON object, such as '{\"top_k\": 1}'"),
+        (
+            ["--save-result", "/nowhere/r.json"],
+            "--save-result: there is no directory /nowhere; make it first",
+        ),
+        (["--num-prompts", "0"], "--num-prompts must be from 1 to 1000000, not 0"),
+        (["--request-seconds", "0"], "--request-seconds must be above 0, not 0.0"),
+    ],
+)
+def test_impossible_options_say_what_is_possible(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serve("http://127.0.0.1:9", *arguments) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"kvferry: {said}"
+
+
+def test_what_is_no_json_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve("http://127.0.0.1:9", "--extra-body", "{") == 2
+    assert capsys.readouterr().err.startswith("kvferry: --extra-body is not JSON: ")
