@@ -6,15 +6,15 @@ Belongs to the agent's thread.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.agent.directory import Directory
 from kvferry.agent.links import Links, describe
 from kvferry.agent.mail import Mail
+from kvferry.agent.parked import Parked
 from kvferry.agent.stats import Stats
-from kvferry.errors import KvferryError, PeerError, PeerGoneError
+from kvferry.errors import KvferryError, PeerGoneError
 from kvferry.ids import PeerName
 from kvferry.layout.plan import CopyPlan
 from kvferry.protocol.codec import Decoder
@@ -25,11 +25,6 @@ from kvferry.protocol.producer import ProducerCore
 from kvferry.protocol.reasons import PEER_LOST, because
 
 logger = logging.getLogger(__name__)
-
-PARKED_PEERS_MAX = 64
-"""Peers whose messages are kept while their Hello is missing; beyond it the oldest are dropped."""
-PARKED_MESSAGES_MAX = 256
-"""Messages kept per such peer; more are a `PeerError`."""
 
 
 @dataclass(slots=True)
@@ -43,7 +38,7 @@ class Peers:
     consumer: ConsumerCore
     stats: Stats
     clock: Callable[[], float]
-    _parked: OrderedDict[PeerName, list[AnyMessage]] = field(default_factory=OrderedDict)
+    parked: Parked
     _leaving: set[PeerName] = field(default_factory=set)
     _rivals: dict[PeerName, float] = field(default_factory=dict)
     """Linked incarnations of one rank, while there are several, and when each last spoke."""
@@ -58,6 +53,7 @@ class Peers:
 
     def send(self, peer: PeerName, message: AnyMessage) -> None:
         """Send a message; a peer that turns out to be gone is dropped."""
+        self.links.connections.used(peer, self.clock())
         reason = self.mail.send(peer, message)
         if reason is not None:
             self.lose([(peer, reason)])
@@ -68,7 +64,7 @@ class Peers:
         """Whether a consumer's message can be handled now; else it is kept for its sender's Hello.
 
         Raises:
-            PeerError: too many are kept already.
+            PeerError: too much is kept already.
         """
         if self.is_linked(peer):
             return True
@@ -76,19 +72,15 @@ class Peers:
         if hello is not None:
             self.welcome(peer, hello)
             return self.is_linked(peer)
-        parked = self._parked.setdefault(peer, [])
-        if len(parked) >= PARKED_MESSAGES_MAX:
-            raise PeerError(f"{type(message).__name__} before Hello")
-        parked.append(message)
-        while len(self._parked) > PARKED_PEERS_MAX:
-            self._parked.popitem(last=False)
+        self.parked.keep(peer, message, self.clock())
         return False
 
     def welcome(self, peer: PeerName, hello: Hello) -> None:
         """A consumer rank introduces itself."""
-        parked = self._parked.pop(peer, [])
+        parked = self.parked.take(peer)
+        has_room = peer in self.links.connections or self._make_room()
         try:
-            facts = self.links.welcome(peer, hello)
+            facts = self.links.welcome(peer, hello, has_room=has_room)
         except KvferryError as error:
             self.stats.hellos_refused += 1
             logger.warning("%s refused: %s", peer, error)
@@ -112,6 +104,7 @@ class Peers:
 
     def heard(self, peer: PeerName, now: float) -> None:
         """A peer has said something; an incarnation of it that has not for long has been replaced by it."""
+        self.links.connections.used(peer, now)
         if peer not in self._rivals:
             return
         self._rivals[peer] = now
@@ -129,7 +122,7 @@ class Peers:
             self._unresolved(source, answer)
             return
         try:
-            links = self.links.open(source, answer)
+            links = self.links.open(source, answer, self._make_room)
         except KvferryError as error:
             self._unresolved(source, error)
             return
@@ -184,7 +177,7 @@ class Peers:
             self.consumer.handle_peer_dead(peer, because(PEER_LOST, "its engine has started anew"), now)
             return
         try:
-            self.links.open(source, directory)
+            self.links.open(source, directory, self._make_room)
         except KvferryError as error:
             logger.warning("%s lives, and cannot be linked again: %s", peer, error)
             self.consumer.handle_no_evidence(peer)
@@ -210,6 +203,34 @@ class Peers:
         self.mail.forget(peer)
         self.decoder.forget(peer)
 
+    def rest(self) -> None:
+        """Give up links that were idle for long, and what strangers have said too long ago."""
+        now = self.clock()
+        self.parked.expire(now)
+        # Consumers forget a link first: who speaks first on a new one is the consumer, with its Hello.
+        idle = list(self.links.connections.idle(now, self.links.is_linked))
+        if idle:
+            needed = _needed(self.producer, self.consumer)
+            for peer in idle:
+                if peer not in needed:
+                    self._give_up(peer, "it was idle")
+
+    def _make_room(self) -> bool:
+        """See to it that one more peer may be connected to; False when all that are linked are needed."""
+        connections = self.links.connections
+        while len(connections) >= self.links.limits.links_max:
+            peer = connections.longest_idle(_needed(self.producer, self.consumer))
+            if peer is None:
+                return False
+            self._give_up(peer, "others need its place")
+        return True
+
+    def _give_up(self, peer: PeerName, reason: str) -> None:
+        logger.info("the link to %s is given up: %s", peer, reason)
+        self._tear_down(peer)
+        self.producer.handle_peer_lost(peer, reason, self.clock())
+        self.consumer.handle_disconnected(peer, reason, self.clock())
+
     def _retire(self, peer: PeerName, now: float) -> None:
         """Another incarnation of it speaks, and this one does not any more: nothing is owed to it."""
         reason = "silent while another incarnation of it speaks"
@@ -228,3 +249,8 @@ class Peers:
             self._leaving.discard(peer)
             self.links.forget(peer)
             self.mail.forget(peer)
+
+
+def _needed(producer: ProducerCore, consumer: ConsumerCore) -> set[PeerName]:
+    """Peers that a transfer has to do with."""
+    return producer.peers() | consumer.state.peers.keys()

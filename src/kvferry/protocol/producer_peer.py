@@ -20,6 +20,7 @@ from kvferry.protocol.outputs import Send
 from kvferry.protocol.producer_host import check_length
 from kvferry.protocol.reasons import (
     CANCELLED,
+    CLOSED,
     FETCHED,
     MALFORMED,
     PEER_LOST,
@@ -68,6 +69,10 @@ def register(state: ProducerState, peer: PeerName, message: Register, now: float
         state.outputs.append(Send(peer, delivery.answer))
         return
     fresh = delivery.state is DeliveryState.ANNOUNCED
+    if fresh and (problem := _too_many_blocks(state, peer, message)):
+        state.count("table_full")
+        _refuse(state, peer, message, because(TABLE_FULL, problem), now)
+        return
     delivery.state = DELIVERY.next(delivery.state, DeliveryEvent.REGISTER)
     _keep_lease(state, message.transfer, now)
     _permit(state, delivery, message, now)
@@ -75,7 +80,7 @@ def register(state: ProducerState, peer: PeerName, message: Register, now: float
         delivery.sharers = message.sharers
         delivery.start, delivery.stop = message.start, message.stop
         delivery.next_token = message.start
-        delivery.target_blocks = tuple(expanded(spans) for spans in message.groups)
+        state.hold_blocks(delivery, tuple(expanded(spans) for spans in message.groups))
         delivery.registration = _digest(message)
         pump.stand_behind(state, delivery, now)
     row = state.rows[message.transfer]
@@ -95,10 +100,13 @@ def register(state: ProducerState, peer: PeerName, message: Register, now: float
 def renew(state: ProducerState, peer: PeerName, message: Renew, now: float) -> None:
     """A consumer still wants these: permissions and leases start anew, and it hears how each stands."""
     states = []
-    for transfer, consumer, attempt in message.transfers:
+    for transfer, consumer, attempt in dict.fromkeys(message.transfers):
         row = state.rows.get(transfer)
         delivery = None if row is None else row.deliveries.get((peer, consumer, attempt))
         answer = _ended_answer(state, transfer, (peer, consumer, attempt), now)
+        if answer is None and delivery is None and state.closing:
+            # It would register now, and nobody would tell it of its end.
+            answer = _failed(transfer, (peer, consumer, attempt), CLOSED, 0)
         if answer is not None:
             state.outputs.append(Send(peer, answer))
         elif row is not None:
@@ -198,15 +206,15 @@ def _delivery(
         if tombstone is not None and (key in tombstone.answers or not tombstone.only_denials):
             _answer_late(state, peer, message, tombstone, now)
             return None
-        if len(state.rows) >= state.limits.transfers_max:
-            state.count("table_full")
-            _deny(state, peer, message, TABLE_FULL, now)
+        if (reason := _no_room(state, full=state.is_full_for_peers)) is not None:
+            _deny(state, peer, message, reason, now)
             return None
         row = SourceRow(message.transfer)
         if tombstone is not None:
             row.past = state.tombstones.pop(message.transfer).answers
             state.timers.cancel(("tombstone", message.transfer))
         state.rows[message.transfer] = row
+        state.early.add(message.transfer)
         state.timers.set(("unknown", message.transfer), now + state.limits.unknown_seconds)
     if key in row.past:
         # It was told that we are silent, so whatever it said before that is void.
@@ -214,9 +222,9 @@ def _delivery(
         state.outputs.append(Send(peer, answer))
         return None
     if key not in row.deliveries:
-        if len(row.deliveries) >= state.limits.consumers_max:
-            state.count("table_full")
-            _deny(state, peer, message, TABLE_FULL, now)
+        full = len(row.deliveries) >= state.limits.consumers_max
+        if (reason := _no_room(state, full=full)) is not None:
+            _deny(state, peer, message, reason, now)
             return None
         delivery = Delivery(message.transfer, message.consumer, peer, message.attempt)
         delivery.grants_after = state.forgotten_at
@@ -226,6 +234,15 @@ def _delivery(
             settle.settle(state, row, now)
             return None
     return row.deliveries[key]
+
+
+def _no_room(state: ProducerState, *, full: bool) -> str | None:
+    """Why nothing more can be admitted, if so."""
+    if state.closing:
+        return CLOSED
+    if full:
+        state.count("table_full")
+    return TABLE_FULL if full else None
 
 
 def _answer_late(
@@ -310,7 +327,7 @@ def _ended_answer(
 
 def _keep_lease(state: ProducerState, transfer: TransferId, now: float) -> None:
     row = state.rows[transfer]
-    row.lease_until = now + state.limits.lease_seconds
+    row.lease_until = min(now + state.limits.lease_seconds, row.held_until)
     if row.state is SourceState.HELD:
         state.timers.set(("lease", transfer), row.lease_until)
 
@@ -371,6 +388,14 @@ def _conflict(state: ProducerState, peer: PeerName, message: Register) -> str:
     elif row is None and tombstone is not None:
         known = tombstone.registrations.get(key)
     return "registered before, with other blocks" if known not in (None, _digest(message)) else ""
+
+
+def _too_many_blocks(state: ProducerState, peer: PeerName, message: Register) -> str:
+    """Whether the peer's open registrations would have more blocks together than one peer may have."""
+    blocks = sum(count for spans in message.groups for _, count in spans)
+    blocks += state.registered.get(peer, 0)
+    most = state.lanes[peer].blocks_max(state.limits)
+    return f"{blocks} blocks of one rank registered, the limit is {most}" if blocks > most else ""
 
 
 def _malformed(state: ProducerState, lane: Lane, message: Register) -> str:

@@ -80,6 +80,7 @@ def _drained(state: ProducerState, delivery: Delivery) -> None:
             valid_until=delivery.good_until,
         )
     delivery.answer = answer
+    state.free_blocks(delivery)
     if delivery.peer in state.lanes:
         state.outputs.append(Send(delivery.peer, answer))
 
@@ -122,6 +123,7 @@ def _end(state: ProducerState, row: SourceRow, now: float) -> None:
     if row.host_done:
         state.results.append(Released(row.transfer, reason))
     del state.rows[row.transfer]
+    state.early.discard(row.transfer)
     for kind in ("lease", "unknown", "retry"):
         state.timers.cancel((kind, row.transfer))
     answers = row.past | {key: d.answer for key, d in row.deliveries.items() if d.answer is not None}

@@ -134,6 +134,8 @@ class SourceRow:
     """When the frontier reached the prompt's end."""
     deliveries: dict[DeliveryKey, Delivery] = field(default_factory=dict)
     lease_until: float = 0.0
+    held_until: float = math.inf
+    """The lease ends then, whoever renews it."""
     past: dict[DeliveryKey, AnyMessage] = field(default_factory=dict)
     """What consumers were told in an earlier life of the id; it stays true, see `producer_peer`."""
 
@@ -184,6 +186,15 @@ class Lane:
     ready: OrderedDict[RegistrationName, None] = field(default_factory=OrderedDict)
     in_flight: int = 0
 
+    def blocks_max(self, limits: Limits) -> int:
+        """Blocks that the peer's open registrations may have together.
+
+        A rank that gave a destination up may have it registered again before it is known here: hence twice.
+        """
+        return min(
+            limits.registered_blocks_max, 2 * sum(self.facts.block_counts) or limits.registered_blocks_max
+        )
+
 
 @dataclass(slots=True)
 class ProducerState:
@@ -192,8 +203,14 @@ class ProducerState:
     limits: Limits
     block_tokens: tuple[int, ...]
     rows: dict[TransferId, SourceRow] = field(default_factory=dict)
+    closing: bool = False
+    """Nothing is admitted any more; who asks is told so."""
+    early: set[TransferId] = field(default_factory=set)
+    """Transfers that only peers have spoken of."""
     tombstones: OrderedDict[TransferId, Tombstone] = field(default_factory=OrderedDict)
     lanes: dict[PeerName, Lane] = field(default_factory=dict)
+    registered: dict[PeerName, int] = field(default_factory=dict)
+    """Blocks of each peer's open registrations."""
     slices: dict[int, tuple[TransferId, DeliveryKey]] = field(default_factory=dict)
     hindered: dict[int, list[tuple[TransferId, DeliveryKey]]] = field(default_factory=dict)
     """Deliveries that wait for a slice of another one, by its number."""
@@ -207,6 +224,27 @@ class ProducerState:
     """When the newest answer was given that has been forgotten before its time."""
     slice_count: int = 0
     counts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_full_for_peers(self) -> bool:
+        """Whether a peer may not be the first to speak of one more transfer."""
+        limit = self.limits.transfers_max
+        return len(self.rows) >= limit or len(self.early) >= -(-limit // 2)
+
+    def hold_blocks(self, delivery: Delivery, groups: tuple[BlockArray, ...]) -> None:
+        """A registration counts towards its peer's blocks until `free_blocks`."""
+        delivery.target_blocks = groups
+        if count := sum(len(blocks) for blocks in groups):
+            self.registered[delivery.peer] = self.registered.get(delivery.peer, 0) + count
+
+    def free_blocks(self, delivery: Delivery) -> None:
+        """An ended delivery's destination is nobody's business here any more."""
+        left = self.registered.get(delivery.peer, 0) - sum(len(blocks) for blocks in delivery.target_blocks)
+        delivery.target_blocks = ()
+        if left > 0:
+            self.registered[delivery.peer] = left
+        else:
+            self.registered.pop(delivery.peer, None)
 
     def count(self, what: str) -> None:
         """Move a counter that says how often something unusual happened."""

@@ -381,6 +381,14 @@ def test_unknown_is_tolerated_while_the_prefill_leg_may_be_on_its_way() -> None:
     ]
 
 
+def test_a_status_that_names_one_transfer_many_times_is_answered_with_one_registration() -> None:
+    """A registration is far longer than the entry that asks for it."""
+    rank = Rank()
+    rank.command(receive())
+    entry = TransferStatus(T, C, "unknown", 0, 1)
+    assert rank.hear(Status(transfers=(entry,) * 1000, mark=MARK)) == [registered()]
+
+
 def test_unknown_counts_only_from_a_rank_that_still_owes_something() -> None:
     rank = Rank(TWO, unknown_seconds=5.0)
     rank.command(receive())
@@ -1377,3 +1385,26 @@ def test_closing_withdraws_everything() -> None:
     rank.hear(FENCE)
     assert rank.results() == [failure("closed", cancelled=True)]
     assert not rank.core.expecting
+
+
+def test_the_end_of_an_engine_proves_nothing_of_ranks_that_may_outlive_it() -> None:
+    """P46: a rank that does not watch its engine may still write; only the lapse frees the blocks."""
+    rank = Rank((Link(P0, 1, (100,), ends_with_engine=False),))
+    rank.command(receive())
+    rank.core.handle_link_broken(P0, "reset", rank.now)
+    rank.outputs()
+    rank.core.handle_peer_dead(P0, "refused", rank.now)
+    rank.core.check_invariants()
+    assert Inquire(P0, SOURCE) in rank.at(2.5), "it is asked again"
+    rank.core.handle_peer_dead(P0, "refused", rank.now)
+    rank.at(9.0)
+    assert rank.results() == []
+    rank.at(10.0)
+    [failed] = rank.results()
+    assert isinstance(failed, ReceiveFailed)
+    assert not failed.fenced
+    rank.core.handle_peer_dead(P0, "refused", rank.now)
+    rank.at(LAPSE - 0.1)
+    assert rank.results() == []
+    rank.at(LAPSE + 0.1)
+    assert rank.results() == [BlocksSafe(T, C)]
