@@ -9,6 +9,7 @@ import numpy as np
 
 from kvferry.agent.loop import Loop
 from kvferry.ids import ConsumerId, EngineId, PeerName, TransferId
+from kvferry.protocol.limits import Limits
 from kvferry.simulator.engine.rank import RankProcess
 from kvferry.simulator.engine.requests import Request
 from kvferry.simulator.world.world import World
@@ -80,6 +81,14 @@ class Inspection:
     def retry_bound_seconds(self) -> float:
         """Nothing lands later than so long after it was posted."""
         return self.world.shape.fabric.retry_bound_seconds
+
+    def limits_of(self, rank: PeerName) -> Limits:
+        """The limits that a rank was started with, of any life."""
+        return self.world.network.process(rank).loop.consumer.state.limits
+
+    def clock_rate_of(self, rank: PeerName) -> float:
+        """Seconds on a rank's clock per true second."""
+        return self.world.network.process(rank).clock.rate
 
     # --- who is who ----------------------------------------------------------------------------------
 

@@ -1,0 +1,159 @@
+"""One transfer that a composite fault is aimed at: what may be done to it, and when.
+
+`plots` puts the parts together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from random import Random
+
+from kvferry.ids import ConsumerId
+from kvferry.protocol.limits import Limits
+from kvferry.protocol.sources import Delivery
+from kvferry.protocol.states import DeliveryState
+from kvferry.simulator.engine.engine import Engine
+from kvferry.simulator.engine.rank import RankProcess
+from kvferry.simulator.faults.levers import Levers
+from kvferry.simulator.world.router import Dispatch, Leg
+from kvferry.transport.memory import PostFault
+
+LOOK_SECONDS = 0.003
+LOOKS_MAX = 700
+"""So often it is looked whether the time has come; then the plot is given up."""
+ECHO_SECONDS = 1.0
+BUDGETS = 2
+"""Prefills of fewer steps than so many are over before they can be preempted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """One transfer, one pair of its ranks, and what is done to both."""
+
+    levers: Levers
+    random: Random
+    dispatch: Dispatch
+    index: int | None
+    """Which of its consumers."""
+    producer: Engine
+    writer: RankProcess
+    target: RankProcess
+
+    @property
+    def decode(self) -> Leg:
+        """The newest decode leg of the consumer."""
+        return next(leg for leg in reversed(self.dispatch.decodes) if leg.index == self.index)
+
+    @property
+    def limits(self) -> Limits:
+        """The consumer's."""
+        return self.decode.engine.facts.limits
+
+    @property
+    def is_long(self) -> bool:
+        """Whether prefill takes long enough to be preempted."""
+        return self.dispatch.item.prompt.tokens > BUDGETS * self.producer.facts.pace.token_budget
+
+    # --- what may be done ----------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """The decode leg's client leaves."""
+        self.levers.abort(self.decode.request)
+
+    def preempt(self) -> None:
+        """The prefill leg loses its blocks."""
+        self.levers.preempt_prefill(self.dispatch.transfer)
+
+    def deafen(self, seconds: float) -> None:
+        """The producer hears nothing of the consumer: no renewal, and no cancel."""
+        consumer = self.decode.engine.facts.engine
+        self.levers.cut(consumer, self.producer.facts.engine, seconds)
+
+    def darken(self) -> None:
+        """The consumer's end of the link breaks, and nobody tells it whether the producer lives."""
+        engine, world = self.producer.facts.engine, self.levers.world
+        world.resolver.unready_until[engine] = world.now + 3.0 + 12.0 * self.random.random()
+        self.levers.break_connection(self.target.name, self.writer.name)
+
+    def abort_prefill(self) -> None:
+        """The prefill leg's client leaves."""
+        self.levers.abort_prefill(self.dispatch.transfer)
+
+    def replay(self) -> None:
+        """Both legs are sent again."""
+        self.levers.replay_soon(self.dispatch.transfer)
+
+    def echo(self) -> None:
+        """For a while whatever the consumer says is heard twice, late and in no order."""
+        fabric = self.levers.world.network.fabric
+        pair = self.target.name, self.writer.name
+        link = fabric.exchange.plan(pair).link
+        echoing = replace(link, double_rate=1.0, jitter_seconds=ECHO_SECONDS, overtaking=True)
+        fabric.set_link(*pair, echoing)
+        self.later(3 * ECHO_SECONDS, lambda: fabric.set_link(*pair, link))
+
+    # --- when ----------------------------------------------------------------------------------------
+
+    def delay(self, seconds: float | None = None) -> None:
+        """The next writes are late, by this or by chance, or stand still."""
+        fault = self.random.choice((PostFault.DELAY, PostFault.DELAY, PostFault.STALL))
+        by_chance = self.random.choice((1.0, 5.0, 20.0)) * (0.5 + self.random.random())
+        fabric = self.levers.world.network.fabric
+        pair = self.writer.name, self.target.name
+        link = fabric.exchange.plan(pair).link
+        fabric.set_link(*pair, replace(link, delay_seconds=seconds or by_chance))
+        fault = fault if seconds is None else PostFault.DELAY
+        self.levers.post_fault(*pair, fault, self.random.choice((1, 2, 3)))
+
+    def when(self, holds: Callable[[], bool], act: Callable[[], None], looks_left: int = LOOKS_MAX) -> None:
+        """Act as soon as something holds."""
+        if not looks_left or not self.writer.alive or self.levers.world.healed_at is not None:
+            return
+        if holds():
+            act()
+        else:
+            self.levers.world.later(LOOK_SECONDS, lambda: self.when(holds, act, looks_left - 1))
+
+    def later(self, seconds: float, act: Callable[[], object]) -> None:
+        """Act after a while, unless faults have ended by then."""
+        self.levers.world.later(seconds, lambda: act() if self.levers.world.healed_at is None else None)
+
+    def wait_seconds(self) -> float:
+        """From a moment to just past the end of a permission."""
+        longest = self.limits.write_seconds + 1.0
+        return self.random.choice((0.02, 0.1, 0.5, longest)) * (0.1 + 0.9 * self.random.random())
+
+    @property
+    def bound_seconds(self) -> float:
+        """After so long without a word from the producer the consumer has its blocks back."""
+        return self.limits.write_seconds + self.levers.world.shape.fabric.retry_bound_seconds
+
+    def is_written(self) -> bool:
+        """Whether a write for the request is under way."""
+        return _in_flight(self, DeliveryState.REGISTERED, DeliveryState.STOPPING)
+
+    def is_stopping(self) -> bool:
+        """Whether it is, though the request has been given up."""
+        return _in_flight(self, DeliveryState.STOPPING)
+
+    def is_ended(self) -> bool:
+        """Whether the decode leg's engine has forgotten it."""
+        return self.decode.engine.has_forgotten(self.decode.request)
+
+    @property
+    def deliveries(self) -> list[Delivery]:
+        """What the producer's rank knows of the request."""
+        row = self.writer.loop.producer.state.rows.get(self.dispatch.transfer)
+        consumer = ConsumerId(self.decode.request)
+        return [one for one in row.deliveries.values() if one.consumer == consumer] if row else []
+
+    def is_last_chunk(self) -> bool:
+        """Whether the prefill leg's last chunk is being computed."""
+        leg = next((one for one in reversed(self.dispatch.prefills) if not one.ended), None)
+        request = None if leg is None else self.producer.request(leg.request)
+        return request is not None and request.computed >= request.length
+
+
+def _in_flight(plot: Plot, *states: DeliveryState) -> bool:
+    return any(one.in_flight and one.state in states for one in plot.deliveries)
