@@ -188,17 +188,25 @@ class Loop:
             self._heard_at = self._clock()
             try:
                 message = self._decoder.decode(notification.peer, notification.payload)
-                if message is not None:
-                    self._handle(notification.peer, message)
             except PeerError as error:
                 self._complain(notification.peer, str(error))
+                continue
+            if message is not None:
+                self._handle_or_complain(notification.peer, message)
+
+    def _handle_or_complain(self, peer: PeerName, message: AnyMessage) -> None:
+        try:
+            self._handle(peer, message)
+        except PeerError as error:
+            self._complain(peer, str(error))
 
     def _handle(self, peer: PeerName, message: AnyMessage) -> None:
         now = self._clock()
         self.consumer.handle_heard(peer, now)
         self._peers.heard(peer, now)
         if isinstance(message, Hello):
-            self._peers.welcome(peer, message)
+            for earlier in self._peers.welcome(peer, message):
+                self._handle_or_complain(peer, earlier)
         elif isinstance(message, HelloRefused):
             self._peers.refused(peer, message)
         elif isinstance(message, Complaint):

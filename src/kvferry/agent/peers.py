@@ -75,8 +75,8 @@ class Peers:
         self.parked.keep(peer, message, self.clock())
         return False
 
-    def welcome(self, peer: PeerName, hello: Hello) -> None:
-        """A consumer rank introduces itself."""
+    def welcome(self, peer: PeerName, hello: Hello) -> list[AnyMessage]:
+        """A consumer rank introduces itself; what it had said before, and can be handled now."""
         parked = self.parked.take(peer)
         has_room = peer in self.links.connections or self._make_room()
         try:
@@ -85,7 +85,7 @@ class Peers:
             self.stats.hellos_refused += 1
             logger.warning("%s refused: %s", peer, error)
             self._refuse(peer, describe(error))
-            return
+            return []
         self.producer.handle_link(peer, facts)
         # A retired one that says Hello again is the living one after all.
         self._leaving.discard(peer)
@@ -95,8 +95,7 @@ class Peers:
             # be read after its successor's. The dead one is the one that falls silent.
             self._rivals.setdefault(other, now)
             self._rivals[peer] = now
-        for message in parked:
-            self.producer.handle_message(peer, message, self.clock())
+        return parked
 
     def _refuse(self, peer: PeerName, reason: str) -> None:
         silent = not self.is_linked(peer) and not self.producer.writes_to(peer)

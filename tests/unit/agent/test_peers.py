@@ -486,6 +486,20 @@ def test_messages_that_overtake_their_hello_are_kept_for_it() -> None:
     assert producer.of(Released) == [], "the announcement counts from when it could be heard"
 
 
+def test_a_bad_message_before_hello_costs_no_other() -> None:
+    """X21: what a rank said before its Hello is judged one by one, as what it says after it."""
+    world = World()
+    producer, consumer = pair(world)
+    consumer.transport.connect(producer.peer, producer.transport.local_metadata())
+    say(world, consumer, producer, Announce(transfer=transfer(1), consumer=ConsumerId("c" * 5000)))
+    say(world, consumer, producer, Announce(transfer=transfer(2), consumer=ConsumerId("r")))
+    world.run(0.01)
+    say(world, consumer, producer, hello_of(consumer))
+    world.run(0.1)
+    assert producer.stats.peer_errors == 1
+    assert list(producer.loop.producer.state.rows) == [transfer(2)]
+
+
 def test_messages_without_a_hello_are_bounded_per_peer_and_over_all() -> None:
     """S03: a stranger that never introduces itself costs a bounded amount of memory."""
     world = World(Limits(parked_messages_max=3, parked_peers_max=2))
