@@ -21,6 +21,7 @@ from kvferry.protocol.limits import Limits
 from kvferry.protocol.messages import (
     Announce,
     AnyMessage,
+    Cancel,
     Cancelled,
     Failed,
     HelloRefused,
@@ -34,7 +35,7 @@ from kvferry.simulator.ground.events import FaultInjected, Healed
 from kvferry.simulator.watch.checkers.bounds import EndsWithinBounds
 from kvferry.simulator.watch.checkers.calm import CalmSucceeds
 from kvferry.simulator.watch.checkers.fences import FencesHold
-from kvferry.simulator.watch.checkers.leases import TravellingIsKept
+from kvferry.simulator.watch.checkers.leases import ServedToAll, TravellingIsKept
 from tests.support.history import D0, P0, PRODUCER, SOURCE, C, History, T, advance, receive
 
 LAPSE_SECONDS = 15.0 * 1.01
@@ -367,6 +368,31 @@ def test_the_lease_of_what_travels_is_kept_whoever_wants_it_back(
     history.command(P0, Reclaim(T, "x"))
     history.say(P0, D0, Failed(transfer=T, consumer=C, attempt=1, reason=reason, valid_until=0))
     assert len(history.finish()) == found
+
+
+@pytest.mark.parametrize(
+    ("consumers", "outcome", "found"),
+    [(1, "written", 0), (2, "written", 1), (2, "fetched", 1), (2, "lease_expired", 0), (2, "cancelled", 0)],
+)
+def test_a_lease_ends_well_only_when_every_consumer_was_served(
+    consumers: int, outcome: str, found: int
+) -> None:
+    history = History(ServedToAll)
+    history.command(P0, Expect(T, 8, consumers), advance([2, 3]), Finish(T))
+    history.command(D0, receive([10, 11]))
+    history.say(D0, P0, register())
+    history.report(P0, Released(T, outcome))
+    assert len(history.finish()) == found
+
+
+def test_each_consumer_that_spoke_counts_once() -> None:
+    history = History(ServedToAll)
+    history.command(P0, Expect(T, 8, 2), advance([2, 3]), Finish(T))
+    for _ in range(2):
+        history.say(D0, P0, register())
+    history.say(D0, P0, Cancel(transfer=T, consumer=ConsumerId("other"), attempt=1, reason="aborted"))
+    history.report(P0, Released(T, "written"))
+    assert history.finish() == []
 
 
 def test_limits_are_those_of_the_rank() -> None:

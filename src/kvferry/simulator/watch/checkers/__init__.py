@@ -8,7 +8,7 @@ from kvferry.simulator.watch.checkers.calm import CalmSucceeds
 from kvferry.simulator.watch.checkers.content import ContentIsExact
 from kvferry.simulator.watch.checkers.endings import EveryTransferEndsOnce
 from kvferry.simulator.watch.checkers.fences import FencesHold
-from kvferry.simulator.watch.checkers.leases import TravellingIsKept
+from kvferry.simulator.watch.checkers.leases import ServedToAll, TravellingIsKept
 from kvferry.simulator.watch.checkers.ledger import Ledger
 from kvferry.simulator.watch.checkers.leftovers import NothingIsLeft
 from kvferry.simulator.watch.checkers.letters import Letters
@@ -39,6 +39,7 @@ def checkers(world: Oracle) -> list[Checker]:
         EveryTransferEndsOnce(ledger),
         EndsWithinBounds(ledger, letters, wakes, world),
         TravellingIsKept(ledger, letters),
+        ServedToAll(letters),
         NothingIsLeft(ledger, world),
         OneOutcomeEach(ledger),
         CalmSucceeds(ledger, world),

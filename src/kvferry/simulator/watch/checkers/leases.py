@@ -1,16 +1,18 @@
-"""Promise 6, for whoever's KV is travelling: its lease is not taken back, whoever wants the blocks."""
+"""Promise 6, for the consumers of a lease: it ends well only when each was served, and is not taken back from
+one whose KV is travelling."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
 from kvferry.ids import ConsumerId, PeerName, TransferId
-from kvferry.protocol.commands import Expect, Reclaim
+from kvferry.protocol.commands import Expect, Reclaim, Released
 from kvferry.protocol.messages import Failed, Register
-from kvferry.simulator.ground.events import Commanded, MessageSent, Posted
+from kvferry.protocol.reasons import FETCHED, WRITTEN, code_of
+from kvferry.simulator.ground.events import Commanded, MessageEnded, MessageSent, Posted, Reported
 from kvferry.simulator.watch.checkers.base import Checker, Handlers
 from kvferry.simulator.watch.checkers.ledger import Ledger, Opening
-from kvferry.simulator.watch.checkers.letters import Letters, Named
+from kvferry.simulator.watch.checkers.letters import Letters, Named, named
 
 SourceKey = tuple[PeerName, TransferId]
 
@@ -62,3 +64,40 @@ class TravellingIsKept(Checker):
     def _found(self, event: MessageSent, consumer: ConsumerId, reason: str) -> None:
         text = f"{event.rank} took the lease back of {consumer}, whose KV was travelling"
         self.broken(event.at_seconds, f"{text}: {reason}")
+
+
+class ServedToAll(Checker):
+    """Compares for how many consumers a prefill was made with how many have spoken when its lease ends."""
+
+    promise: ClassVar[int] = 6
+
+    def __init__(self, letters: Letters) -> None:
+        self._letters = letters
+        self._wanted: dict[SourceKey, int] = {}
+        self._spoke: dict[SourceKey, set[ConsumerId]] = {}
+        """Ever, not since the last prefill of that name: what came before a Hello is read later."""
+        super().__init__()
+
+    def handlers(self) -> Handlers:
+        """What is called for which kind of event."""
+        return {Commanded: self._commanded, MessageEnded: self._arrived, Reported: self._reported}
+
+    def _commanded(self, event: Commanded) -> None:
+        if isinstance(event.command, Expect):
+            self._wanted[event.rank, event.command.transfer] = event.command.consumers
+
+    def _arrived(self, event: MessageEnded) -> None:
+        if self._letters.message is None:
+            return
+        for transfer, consumer, _ in named(self._letters.message):
+            self._spoke.setdefault((event.target, transfer), set()).add(consumer)
+
+    def _reported(self, event: Reported) -> None:
+        result = event.result
+        if not isinstance(result, Released) or code_of(result.outcome) not in {WRITTEN, FETCHED}:
+            return
+        key = event.rank, result.transfer
+        wanted, spoke = self._wanted.get(key, 1), len(self._spoke.get(key, ()))
+        if spoke < wanted:
+            text = f"{event.rank} released {result.transfer} as {result.outcome}"
+            self.broken(event.at_seconds, f"{text}, and only {spoke} of {wanted} consumers had spoken")
