@@ -13,7 +13,7 @@ import msgspec
 
 from kvferry.errors import PeerError
 from kvferry.ids import PeerName
-from kvferry.protocol.codec import Decoder
+from kvferry.protocol.codec import Decoder, is_part
 from kvferry.protocol.commands import Command, Result, Source
 from kvferry.protocol.messages import AnyMessage, Hello
 from kvferry.simulator.ground import events as ev
@@ -69,7 +69,9 @@ class TraceLines:
     def _words(self, event: ev.Observed) -> tuple[str, str]:
         if isinstance(event, ev.MessageSent):
             message = self._messages.read(event.rank, event.target, event.payload)
-            self._kinds[event.number] = "part" if message is None else type(message).__name__
+            # Which of its parts makes a message whole is seen where they arrive.
+            is_whole = message is not None and not is_part(event.payload)
+            self._kinds[event.number] = type(message).__name__ if is_whole else "part"
             text = described(message)
             return rank_words(event.rank), f"sends {event.number} to {rank_words(event.target)}: {text}"
         if isinstance(event, ev.MessageEnded):

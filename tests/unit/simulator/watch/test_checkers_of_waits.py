@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.ids import ConsumerId, PeerName
+from kvferry.protocol.codec import Encoder, is_part
 from kvferry.protocol.commands import (
     Abandon,
     BlocksSafe,
@@ -31,11 +32,12 @@ from kvferry.protocol.messages import (
     TransferStatus,
     Written,
 )
-from kvferry.simulator.ground.events import FaultInjected, Healed
+from kvferry.simulator.ground.events import FaultInjected, Healed, MessageEnded, MessageSent
 from kvferry.simulator.watch.checkers.bounds import EndsWithinBounds
 from kvferry.simulator.watch.checkers.calm import CalmSucceeds
 from kvferry.simulator.watch.checkers.fences import FencesHold
 from kvferry.simulator.watch.checkers.leases import ServedToAll, TravellingIsKept
+from kvferry.simulator.watch.checkers.letters import Letters
 from tests.support.history import D0, P0, PRODUCER, SOURCE, C, History, T, advance, receive
 
 LAPSE_SECONDS = 15.0 * 1.01
@@ -393,6 +395,23 @@ def test_each_consumer_that_spoke_counts_once() -> None:
     history.say(D0, P0, Cancel(transfer=T, consumer=ConsumerId("other"), attempt=1, reason="aborted"))
     history.report(P0, Released(T, "written"))
     assert history.finish() == []
+
+
+def test_a_message_has_arrived_with_the_last_of_its_parts_wherever_it_was_sent() -> None:
+    """A lease was counted from a Hello of which one part came a second later than the last one sent."""
+    history = History(Letters)
+    parts = Encoder(64).encode(register())
+    assert len(parts) > 2
+    assert all(is_part(part) for part in parts)
+    for number, part in enumerate(parts, start=1):
+        history.see(MessageSent(1.0, D0, P0, number, part))
+    assert history.letters.message == register(), "sent whole"
+    *others, first = reversed(range(1, len(parts) + 1))
+    for number in others:
+        history.see(MessageEnded(2.0, D0, P0, number, True))
+        assert history.letters.message is None
+    history.see(MessageEnded(3.0, D0, P0, first, True))
+    assert history.letters.message == register()
 
 
 def test_limits_are_those_of_the_rank() -> None:
