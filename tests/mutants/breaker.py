@@ -60,22 +60,20 @@ BREAKER: tuple[Mutant, ...] = (
         ),
     ),
     Mutant(
-        "refusal_lies_silent",
-        "2",
-        "a rank that refuses a consumer says that it writes nothing to it, whatever is in flight",
-        (
-            Edit(
-                "kvferry.agent.peers:Peers._refuse",
-                old="silent = not self.is_linked(peer) and not self.producer.writes_to(peer)",
-                new="silent = True",
-            ),
-        ),
-    ),
-    Mutant(
-        "unsilent_refusal_is_fence",
+        "refusal_is_fence",
         "2",
         "a consumer takes every refusal for a proof that nothing is written to it",
-        (Edit("kvferry.agent.peers:Peers.refused", old="if refusal.silent:", new="if True:"),),
+        (
+            Edit(
+                "kvferry.agent.peers:Peers.refused",
+                old="        self.disconnect(peer, refusal.reason)\n",
+                new="""        self._tear_down(peer)
+        self.producer.handle_peer_lost(peer, refusal.reason, self.clock())
+        died_at = self.clock() - self.links.limits.orphan_seconds
+        self.consumer.handle_peer_dead(peer, refusal.reason, died_at)
+""",
+            ),
+        ),
     ),
     Mutant(
         "denial_not_remembered",
@@ -86,6 +84,60 @@ BREAKER: tuple[Mutant, ...] = (
                 "kvferry.protocol.producer_peer:_deny",
                 old="    _remember(state, answers, _key(peer, message), answer, now)\n",
                 new="",
+            ),
+        ),
+    ),
+    Mutant(
+        "idle_ignores_needed",
+        "6",
+        "a link is given up as idle though transfers wait for it",
+        (Edit("kvferry.agent.peers:Peers.rest", old="if peer not in needed", new="if True"),),
+    ),
+    Mutant(
+        "needed_forgets_consumer",
+        "6",
+        "a consumer gives a link up as idle though it waits for its producer",
+        (
+            Edit(
+                "kvferry.agent.peers:_needed",
+                old="producer.peers() | consumer.state.peers.keys()",
+                new="producer.peers()",
+            ),
+        ),
+    ),
+    Mutant(
+        "needed_forgets_producer",
+        "6",
+        "a producer gives a link up as idle though it owes its consumer something",
+        (
+            Edit(
+                "kvferry.agent.peers:_needed",
+                old="producer.peers() | consumer.state.peers.keys()",
+                new="set(consumer.state.peers.keys())",
+            ),
+        ),
+    ),
+    Mutant(
+        "remembered_hello_ignored",
+        "6",
+        "who speaks after its link was given up has to introduce itself again, and does not know",
+        (
+            Edit(
+                "kvferry.agent.peers:Peers.ready",
+                old="        if hello is not None:\n",
+                new="        if False:\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "marks_before_forgotten_count",
+        "2",
+        "what was granted before an answer was forgotten permits what is registered anew",
+        (
+            Edit(
+                "kvferry.protocol.producer_peer:_permit",
+                old="delivery.grants_after < message.mark",
+                new="0.0 <= message.mark",
             ),
         ),
     ),

@@ -84,7 +84,7 @@ class Peers:
         except KvferryError as error:
             self.stats.hellos_refused += 1
             logger.warning("%s refused: %s", peer, error)
-            self._refuse(peer, describe(error))
+            self.send(peer, HelloRefused(reason=describe(error)))
             return []
         self.producer.handle_link(peer, facts)
         # A retired one that says Hello again is the living one after all.
@@ -96,10 +96,6 @@ class Peers:
             self._rivals.setdefault(other, now)
             self._rivals[peer] = now
         return parked
-
-    def _refuse(self, peer: PeerName, reason: str) -> None:
-        silent = not self.is_linked(peer) and not self.producer.writes_to(peer)
-        self.send(peer, HelloRefused(reason=reason, silent=silent))
 
     def heard(self, peer: PeerName, now: float) -> None:
         """A peer has said something; an incarnation of it that has not for long has been replaced by it."""
@@ -137,15 +133,9 @@ class Peers:
     # --- going down ------------------------------------------------------------------------------
 
     def refused(self, peer: PeerName, refusal: HelloRefused) -> None:
-        """A producer rank will not write to us; only a silent one is as good as gone."""
+        """A rank will not talk to us. What we said while that was under way may have been welcomed."""
         self.stats.hellos_refused += 1
-        if refusal.silent:
-            logger.warning("%s has refused us: %s", peer, refusal.reason)
-            self._tear_down(peer)
-            self.producer.handle_peer_lost(peer, refusal.reason, self.clock())
-            self.consumer.handle_peer_silenced(peer, refusal.reason, self.clock())
-        else:
-            self.disconnect(peer, refusal.reason)
+        self.disconnect(peer, refusal.reason)
 
     def lose(self, lost: list[tuple[PeerName, str]]) -> None:
         """The transport says that our connections to these peers have broken; the peers may live."""

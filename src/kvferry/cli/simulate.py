@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 SEEDS = 1000
 NUMBER_MAX = 9999
 """No workload item and no fault has a higher number."""
+JOBS_MAX = 256
+"""Processes; more of them are a slip of the keyboard, and a machine that no longer answers."""
 SHRUNK_MAX = 3
 """So many failing seeds are made smaller."""
 
@@ -154,6 +156,10 @@ def _check_numbers(namespace: argparse.Namespace) -> None:
         value = getattr(namespace, name)
         if value is not None and value < 1:
             raise UsageError(f"{_flag(name)} must be at least 1, not {value}")
+    if namespace.jobs is not None and namespace.jobs > JOBS_MAX:
+        raise UsageError(
+            f"--jobs must be at most {JOBS_MAX}, not {namespace.jobs}; a process per core is the fastest"
+        )
     for name in ("first", "replay"):
         value = getattr(namespace, name)
         if value is not None and value < 0:
@@ -187,6 +193,16 @@ def _check_file(flag: str, path: Path) -> None:
         raise UsageError(f"{flag}: there is no directory {path.parent}; make it first")
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise UsageError(f"{flag}: {path} cannot be written; name a file that can")
+    if not path.exists():
+        # Some directories are writable by their mode, and take no files all the same.
+        try:
+            place = path.resolve()
+            place.touch()
+            place.unlink()
+        except OSError as error:
+            raise UsageError(
+                f"{flag}: {path} cannot be written ({error.strerror}); name a file that can"
+            ) from error
 
 
 def _options(namespace: argparse.Namespace) -> Options:
@@ -220,7 +236,7 @@ def _numbers(text: str) -> frozenset[int]:
 
 
 def _jobs(namespace: argparse.Namespace) -> int:
-    return namespace.jobs or len(os.sched_getaffinity(0))
+    return namespace.jobs or min(JOBS_MAX, len(os.sched_getaffinity(0)))
 
 
 # --- many seeds -----------------------------------------------------------------------------------
@@ -251,9 +267,10 @@ def _batch(namespace: argparse.Namespace, options: Options) -> int:
         progress.clear()
     stopped = interrupted or (batch.stop_after is not None and tally.failed_seeds >= batch.stop_after)
     missing = [] if stopped and not tally.lost else _missing(batch, tally, stopped=stopped)
-    _show_coverage(namespace, tally)
-    word = "INTERRUPTED" if interrupted else "FAILED" if tally.failed_seeds or missing else "PASSED"
-    figures = report.tally_figures(tally, sum(map(len, missing)))
+    unwritten = _show_coverage(namespace, tally)
+    failed = tally.failed_seeds or missing or unwritten
+    word = "INTERRUPTED" if interrupted else "FAILED" if failed else "PASSED"
+    figures = (*report.tally_figures(tally, sum(map(len, missing))), unwritten)
     print(report.last_line(word, *figures, seconds=time.monotonic() - started), flush=True)
     return {"INTERRUPTED": 130, "FAILED": 1, "PASSED": 0}[word]
 
@@ -290,11 +307,12 @@ def _shrink(tally: Tally, batch: Batch) -> None:
                 report.say(report.shrunk_lines(shrunk))
 
 
-def _show_coverage(namespace: argparse.Namespace, tally: Tally) -> None:
+def _show_coverage(namespace: argparse.Namespace, tally: Tally) -> str:
+    """Returns why the page was not written, or nothing."""
     from kvferry.simulator.show import table  # noqa: PLC0415 - as above
 
     grid = _grid()
-    where = namespace.coverage
+    where, unwritten = namespace.coverage, ""
     if where is not None:
         seeds = f"{tally.seeds:,} seeds ({report.range_words(tally.ran) or 'none'})"
         histories = f"{seeds} of the {namespace.world} world, faults: {namespace.faults}"
@@ -302,7 +320,7 @@ def _show_coverage(namespace: argparse.Namespace, tally: Tally) -> None:
         if str(where) == "-":
             print(page)
         else:
-            where.write_text(page, encoding="utf-8")
+            unwritten = report.written(where, page)
     elif namespace.verbose:
         print(table.overview(tally.transitions, tally.cells, grid), end="\n\n")
     ends: Counter[str] = Counter()
@@ -312,6 +330,7 @@ def _show_coverage(namespace: argparse.Namespace, tally: Tally) -> None:
     print("\n".join(table.missing(tally.transitions, tally.cells, grid)))
     print(table.summary(tally.transitions, tally.cells, grid))
     print("requests:", ", ".join(f"{name} {times:,}" for name, times in sorted(ends.items())) or "none")
+    return unwritten
 
 
 def _grid() -> Grid:

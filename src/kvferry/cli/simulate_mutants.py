@@ -59,7 +59,7 @@ def _end(mutants: dict[str, Mutant], verdicts: list[Verdict], interrupted: bool,
     word = "INTERRUPTED" if interrupted else "FAILED" if survivors or lost else "PASSED"
     blind = sum(one.blind for one in found), sum(one.blind for one in mutants.values())
     figures = (
-        f"{len(verdicts):,} of {len(mutants):,} mutants" if interrupted else f"{len(mutants):,} mutants",
+        (f"{len(verdicts):,} of " if interrupted else "") + report.count_words(len(mutants), "mutant"),
         f"{len(found):,} found ({blind[0]} of {blind[1]} planted blindly)",
         f"{len(survivors):,} survived",
         f"{len(lost):,} not tried" if lost else "",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvferry.simulator.trials.mutation import Mutant
 
 SECONDS_MAX = 120.0
-"""Real time. A history that takes longer does not end; what there is of it is shown."""
+"""CPU time. A history that takes more does not end; what there is of it is shown."""
 CONSEQUENCES_SHOWN_MAX = 5
 EDGE_LINES = 200
 """So many lines of a history without an end are shown of its beginning, and as many of what came last."""
@@ -45,8 +45,9 @@ def replay(namespace: argparse.Namespace, options: Options) -> int:
     for finding in findings(outcome.violations):
         most = len(finding.consequences) if namespace.verbose else CONSEQUENCES_SHOWN_MAX
         report.say(report.finding_lines(finding, "VIOLATION: ", consequences_max=most))
+    unwritten = ""
     if namespace.timeline is not None and recorder.events:
-        _draw(namespace, recorder, outcome.violations)
+        unwritten = _draw(namespace, recorder, outcome.violations)
     same = outcome.trace_hash == again.trace_hash
     if not same:
         print(f"NOT DETERMINISTIC: a second run has trace hash {again.trace_hash}")
@@ -58,8 +59,9 @@ def replay(namespace: argparse.Namespace, options: Options) -> int:
         report.count_words(outcome.transfers, "transfer") if ended else "",
         f"{len(recorder.events):,} events",
         f"trace hash {outcome.trace_hash}" if ended else "",
+        unwritten,
     )
-    word = "PASSED" if same and not found else "FAILED"
+    word = "PASSED" if same and not found and not unwritten else "FAILED"
     print(report.last_line(word, *figures, seconds=time.monotonic() - started))
     return 0 if word == "PASSED" else 1
 
@@ -126,7 +128,8 @@ def _first_difference(first: list[str], second: list[str]) -> str:
     return f"one run has {len(first):,} events, the other {len(second):,}; what both have is equal"
 
 
-def _draw(namespace: argparse.Namespace, recorder: Recorder, violations: tuple[Violation, ...]) -> None:
+def _draw(namespace: argparse.Namespace, recorder: Recorder, violations: tuple[Violation, ...]) -> str:
+    """Returns why there is no picture, or nothing."""
     from kvferry.simulator.show.picture import draw  # noqa: PLC0415 - as above
     from kvferry.simulator.show.timeline import choose, story  # noqa: PLC0415 - as above
 
@@ -134,5 +137,8 @@ def _draw(namespace: argparse.Namespace, recorder: Recorder, violations: tuple[V
     title = f"seed {namespace.replay} of the {namespace.world} world"
     if violations:
         title += f": {broken_words(violations[0].promise)}{' broken' if violations[0].promise else ''}"
-    namespace.timeline.write_text(draw(story(recorder.events, transfer, violations), title), encoding="utf-8")
+    picture = draw(story(recorder.events, transfer, violations), title)
+    if unwritten := report.written(namespace.timeline, picture):
+        return unwritten
     print(f"{namespace.timeline} shows transfer {transfer}")
+    return ""

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, TextIO
 from kvferry.simulator.ground.outcome import broken_words, findings, plain
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvferry.simulator.ground.options import Options
     from kvferry.simulator.ground.outcome import Finding, Outcome, Violation
     from kvferry.simulator.trials.batch import Tally
@@ -210,6 +212,15 @@ def mutant_lines(mutant: Mutant, verdict: Verdict, options: Options) -> list[str
         f"    {plain(verdict.example)}",
         f"    {replay_command(verdict.first_seed, options, mutant=mutant.name)}",
     ]
+
+
+def written(path: Path, text: str) -> str:
+    """Write a file; returns why it could not be, or nothing. The verdict has to be said in any case."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        return f"{path} was not written ({error.strerror})"
+    return ""
 
 
 def listed_lines(title: str, sentences: Mapping[str, str]) -> list[str]:

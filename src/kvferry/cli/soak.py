@@ -100,7 +100,18 @@ def run(namespace: argparse.Namespace) -> int:
         raise UsageError(f"--seed must not be negative, {namespace.seed} is")
     goes_on = duration(namespace)
     progress = _Progress()
-    with termination_interrupts(), _model(namespace) as model, Fleet(report=progress) as fleet:
+    with termination_interrupts():
+        try:
+            return _soak(namespace, goes_on, progress)
+        except KeyboardInterrupt:
+            _say(f"INTERRUPTED: {progress.stage}")
+            return INTERRUPTED
+
+
+def _soak(
+    namespace: argparse.Namespace, goes_on: Callable[[], Callable[[], bool]], progress: _Progress
+) -> int:
+    with _model(namespace) as model, Fleet(report=progress) as fleet:
         context = context_tokens(model)
         deployment = soak_deployment(namespace, model, context)
         endpoints = bring_up(fleet, deployment, startup_seconds=namespace.startup_seconds)
@@ -122,7 +133,9 @@ def run(namespace: argparse.Namespace) -> int:
             )
             plans = itertools.islice(plan_rounds(namespace.seed), namespace.rounds)
             interrupted = _strike(lambda: rounds.strike_all(plans, goes_on()))
-        return _conclude(rounds, interrupted=interrupted)
+        code = _conclude(rounds, interrupted=interrupted)
+        progress.stage = "while the servers were stopped; the verdict on the rounds is above"
+        return code
 
 
 def _strike(work: Callable[[], None]) -> bool:
@@ -243,6 +256,8 @@ class _Progress:
     """What the fleet reports; while rounds run, it belongs to one of them."""
 
     indent: str = ""
+    stage: str = "before the first round, while the servers were started"
+    """When an interrupt ends the whole command, and not only its rounds."""
 
     def __call__(self, line: str) -> None:
         _say(self.indent + line)

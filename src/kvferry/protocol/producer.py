@@ -158,10 +158,6 @@ class ProducerCore:
         """Whether the transfer has not ended here."""
         return transfer in self.state.rows
 
-    def writes_to(self, peer: PeerName) -> bool:
-        """Whether a slice towards a peer has not ended."""
-        return any(key[0] == peer for _, key in self.state.slices.values())
-
     def peers(self) -> set[PeerName]:
         """Peers that a delivery or a slice has to do with that has not ended."""
         named = {key[0] for _, key in self.state.slices.values()}

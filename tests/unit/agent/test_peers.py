@@ -28,9 +28,10 @@ from kvferry.protocol.commands import (
     Withdraw,
 )
 from kvferry.protocol.limits import Limits
-from kvferry.protocol.messages import PROTOCOL_VERSION, Announce, AnyMessage, Hello
+from kvferry.protocol.messages import PROTOCOL_VERSION, Announce, AnyMessage, Hello, HelloRefused
 from kvferry.protocol.outputs import Link
 from kvferry.transport.faults import MessageFault
+from kvferry.transport.memory import Link as MemoryLink
 from kvferry.transport.memory import Traffic
 from tests.support.ranks import BLOCK_TOKENS, TestRank, World, prefill, receive, source_of
 
@@ -467,6 +468,73 @@ def test_a_producer_whose_cache_does_not_fit_is_not_even_greeted() -> None:
     assert consumer.of(ReceiveFailed)[0].reason.startswith("geometry: ")
     assert consumer.stats.messages_sent == 0
     assert producer.stats.hellos_refused == 0
+
+
+def crowded() -> tuple[World, TestRank, TestRank, TestRank]:
+    """A producer that has room for one consumer, and two consumers."""
+    world = World(Limits(links_max=1))
+    [producer] = world.engine("P", 1)
+    [first] = world.engine("D0", 10)
+    [second] = world.engine("D1", 11)
+    return world, producer, first, second
+
+
+def test_a_refusal_that_crosses_a_registration_frees_nothing_that_is_written() -> None:
+    """Promise 2: the producer had no room, said so truthfully, and had room again before that was read."""
+    world, producer, first, second = crowded()
+    producer.do(*prefill(transfer(1), [3], BLOCK_TOKENS))
+    second.do(receive(transfer(1), "r1", source_of(producer, 1), [30], BLOCK_TOKENS))
+    world.until(lambda: second.of(Received))
+    producer.do(Expect(transfer(0), BLOCK_TOKENS))
+    first.do(receive(transfer(0), "r", source_of(producer, 1), [20], BLOCK_TOKENS))
+    world.run(0.1)
+    world.fabric.set_link(producer.peer, second.peer, MemoryLink(latency_seconds=0.2))
+    producer.do(Expect(transfer(2), BLOCK_TOKENS), Expect(transfer(3), BLOCK_TOKENS))
+    world.run(0.01)
+    second.do(receive(transfer(2), "r2", source_of(producer, 1), [31], BLOCK_TOKENS))
+    world.run(0.02)
+    assert producer.stats.hellos_refused == 1
+    producer.do(*prefill(transfer(0), [3], BLOCK_TOKENS)[1:])
+    world.run(0.05)
+    second.do(receive(transfer(3), "r3", source_of(producer, 1), [32], BLOCK_TOKENS))
+    world.run(0.02)
+    world.fabric.hold(producer.peer, second.peer, Traffic.POSTS)
+    producer.do(*prefill(transfer(3), [3], BLOCK_TOKENS)[1:])
+    world.run(1.0)
+    assert second.stats.hellos_refused == 1
+    assert producer.loop.producer.in_flight() == 1
+    fenced = {result.consumer for result in second.of(ReceiveFailed) if result.fenced}
+    assert fenced <= {"r2"}, "the block of r3 is being written"
+    assert second.of(BlocksSafe) == []
+    world.fabric.release(producer.peer, second.peer, Traffic.POSTS)
+    world.until(lambda: "r3" in {result.consumer for result in second.of(BlocksSafe)})
+    assert producer.loop.producer.in_flight() == 0
+
+
+def test_a_refusal_that_is_read_twice_frees_nothing_that_is_written() -> None:
+    """Promise 2: messages may be doubled and late; a second copy says nothing of what came since."""
+    world, producer, first, second = crowded()
+    producer.do(Expect(transfer(0), BLOCK_TOKENS))
+    first.do(receive(transfer(0), "r", source_of(producer, 1), [20], BLOCK_TOKENS))
+    world.run(0.1)
+    second.do(receive(transfer(1), "r1", source_of(producer, 1), [30], BLOCK_TOKENS))
+    world.until(lambda: second.of(ReceiveFailed))
+    producer.do(*prefill(transfer(0), [3], BLOCK_TOKENS)[1:])
+    world.run(0.1)
+    producer.do(Expect(transfer(2), BLOCK_TOKENS))
+    second.do(receive(transfer(2), "r2", source_of(producer, 1), [31], BLOCK_TOKENS))
+    world.run(0.1)
+    world.fabric.hold(producer.peer, second.peer, Traffic.POSTS)
+    producer.do(*prefill(transfer(2), [3], BLOCK_TOKENS)[1:])
+    world.run(0.1)
+    assert producer.loop.producer.in_flight() == 1
+    say(world, producer, second, HelloRefused(reason="no room"))
+    world.run(1.0)
+    assert second.stats.hellos_refused == 2
+    assert "r2" not in {result.consumer for result in second.of(ReceiveFailed) if result.fenced}
+    assert second.of(BlocksSafe) == []
+    world.fabric.release(producer.peer, second.peer, Traffic.POSTS)
+    world.until(lambda: "r2" in {result.consumer for result in second.of(BlocksSafe)})
 
 
 # --- messages before Hello -------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from kvferry.simulator.ground.outcome import Outcome
 from kvferry.simulator.show import table
 from kvferry.simulator.show.table import Grid
 from kvferry.simulator.trials import batch, mutation
-from kvferry.simulator.watch import grid, trace
+from kvferry.simulator.watch import coverage, grid, stages, trace
 from kvferry.transport.faults import MessageFault, PostFault
 from tests.support import fake_simulation as fake
 
@@ -142,6 +142,14 @@ def test_the_coverage_goes_into_a_file_when_asked(run: Run, tmp_path: Path) -> N
     assert "\n".join(lines).startswith(text)
 
 
+def test_a_page_that_cannot_be_written_is_named_by_the_verdict(run: Run) -> None:
+    """Without it nobody knew after hours of seeds what had come of them."""
+    code, lines = run("--seeds", "6", "--jobs", "1", "--coverage", "/dev/full")
+    assert code == 1
+    why = r"/dev/full was not written \(No space left on device\)"
+    assert re.fullmatch(rf"FAILED: 6 seeds, 0 violations, 42 transfers, .*, {why}, \d+\.\d s", lines[-1])
+
+
 def test_the_coverage_names_the_seeds_that_were_run(run: Run, tmp_path: Path) -> None:
     page = tmp_path / "coverage.md"
     run(
@@ -171,14 +179,19 @@ def test_seeds_without_a_result_are_named_and_the_others_count(
     assert last.startswith("FAILED: 3 seeds, 3 without a result, 0 violations, 21 transfers, ")
 
 
+def dying_always(seed: int, options: Options, **_: object) -> Outcome:
+    """Every seed takes its process with it."""
+    os._exit(9)
+
+
 def test_it_gives_up_when_every_process_dies(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, fake.dying)
+    use(monkeypatch, dying_always)
     monkeypatch.setattr(batch, "LOST_MAX", 1)
     code, lines = run("--seeds", "60", "--jobs", "2", "--no-shrink")
     assert code == 1
     assert any(re.fullmatch(r"seeds [\d,-]+ were not run: too many processes died", line) for line in lines)
     last = next(line for line in lines if line.startswith("FAILED: "))
-    assert re.match(r"FAILED: \d+ seeds?, \d+ without a result, ", last)
+    assert last.startswith("FAILED: 0 seeds, 60 without a result, 0 violations, ")
 
 
 def test_an_interrupt_tells_what_was_done(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,6 +284,25 @@ def test_the_documentation_explains_them_in_the_same_words() -> None:
     assert told == {**WORLDS, **FAULTS}
 
 
+def test_the_documentation_has_the_figures_of_the_code() -> None:
+    """What was visited is a result; how much there is to visit, and how long is endless, is the code."""
+    docs = Path(__file__).parents[3] / "docs"
+    page = " ".join((docs / "reliability.md").read_text(encoding="utf-8").split())
+    cells = len(stages.STAGES) * len(grid.FAULTS)
+    for said in (
+        f"all but {len(coverage.IMPOSSIBLE)} pairs which these worlds cannot take",
+        f" of {cells}. Its {len(stages.STAGES)} rows are",
+        f"its {len(grid.FAULTS)} columns are faults",
+        f"{len(grid.BY_SIBLING)} cells cannot be had that way",
+        f"does not end within {mutation.SEED_SECONDS_MAX:g} s of CPU time",
+    ):
+        assert said in page
+    assert len(grid.IMPOSSIBLE) == 1, "the page speaks of one"
+    page = (docs / "testing.md").read_text(encoding="utf-8")
+    assert f"does not end within {batch.SEED_SECONDS_MAX:g} s of CPU time" in page
+    assert simulate_replay.SECONDS_MAX == 120, "two minutes"
+
+
 def test_the_picture_of_the_documentation_is_what_its_command_says_it_is() -> None:
     docs = Path(__file__).parents[3] / "docs"
     page = (docs / "testing.md").read_text(encoding="utf-8")
@@ -342,7 +374,7 @@ def test_a_replay_without_an_end_is_ended_and_shows_what_there_is(
     monkeypatch.setattr(simulate_replay, "EDGE_LINES", 2)
     code, lines = run("--replay", "2")
     assert code == 1
-    assert "VIOLATION: an error at 0.000000 s: did not end within 0.3 s of real time" in lines
+    assert "VIOLATION: an error at 0.000000 s: did not end within 0.3 s of CPU time" in lines
     assert any(re.fullmatch(r"\.\.\. \d+ lines left out \.\.\.", line) for line in lines)
     assert re.fullmatch(r"FAILED: seed 2, 1 violation, \d+ events, \d+\.\d s", lines[-1])
 
@@ -363,6 +395,14 @@ def test_a_timeline_is_written(run: Run, tmp_path: Path) -> None:
     assert text.startswith("<svg ")
     assert "seed 7 of the small world: promise 2 broken" in text
     assert f"{picture} shows transfer transfer-1" in lines
+
+
+def test_a_picture_that_cannot_be_written_is_named_by_the_verdict(run: Run) -> None:
+    code, lines = run("--replay", "6", "--timeline", "/dev/full")
+    assert code == 1
+    why = r"/dev/full was not written \(No space left on device\)"
+    assert re.fullmatch(rf"FAILED: seed 6, 0 violations, .*, {why}, \d+\.\d s", lines[-1])
+    assert not any("shows transfer" in line for line in lines)
 
 
 def test_the_transfer_to_draw_can_be_chosen(run: Run, tmp_path: Path) -> None:
@@ -422,6 +462,10 @@ def test_all_mutants_found_is_success(run: Run, mutants: list[mutation.Trial]) -
     ]
     last = r"PASSED: 2 mutants, 2 found \(1 of 1 planted blindly\), 0 survived, \d+\.\d s"
     assert re.fullmatch(last, lines[-1])
+
+
+def test_one_mutant_is_one(run: Run, mutants: list[mutation.Trial]) -> None:
+    assert run("--mutants", "early")[1][-1].startswith("PASSED: 1 mutant, 1 found (")
 
 
 def test_survivors_and_what_could_not_be_tried_are_failures_and_named(
@@ -499,6 +543,8 @@ def test_the_checkout_may_be_where_one_stands(
     [
         (("--seeds", "0"), "--seeds must be at least 1, not 0"),
         (("--jobs", "-1"), "--jobs must be at least 1, not -1"),
+        (("--jobs", "257"), "--jobs must be at most 256, not 257; a process per core is the fastest"),
+        (("--mutants", "--jobs", "9999"), "--jobs must be at most 256, not 9999"),
         (("--stop-after", "0"), "--stop-after must be at least 1, not 0"),
         (("--from", "-1"), "--from must not be negative, -1 is"),
         (("--replay", "-1"), "--replay must not be negative, -1 is"),
@@ -563,6 +609,8 @@ def test_processes_are_ended_when_the_printing_fails(run: Run, monkeypatch: pyte
     ("arguments", "told"),
     [
         (("--coverage", "."), "--coverage: . cannot be written"),
+        (("--coverage", "/proc/foo.md"), "--coverage: /proc/foo.md cannot be written"),
+        (("--replay", "1", "--timeline", "/proc/foo.svg"), "--timeline: /proc/foo.svg cannot be written"),
         (("--faults", ""), "--faults is all, or none, or names with commas (see --list); choose one"),
         (("--faults", "all,crash"), "--faults is all, or none, or names"),
         (("--faults", "none,crash"), "--faults is all, or none, or names"),

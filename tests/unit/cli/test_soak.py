@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -143,6 +144,37 @@ def test_an_interrupt_shows_what_was_found_so_far(
     assert cli.main(["soak"]) == code
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith(word + "1 round, 2 of 2 answers equal")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_while_engines_start_has_a_last_line(
+    struck: type[Struck],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+) -> None:
+    def bring_up(*arguments: object, startup_seconds: float) -> Endpoints:
+        signal.raise_signal(number)
+        pytest.fail("the signal did not interrupt")
+
+    monkeypatch.setattr(soak, "bring_up", bring_up)
+    assert cli.main(["soak"]) == 130
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1] == "INTERRUPTED: before the first round, while the servers were started"
+
+
+def test_an_interrupt_while_servers_stop_does_not_hide_the_verdict(
+    struck: type[Struck], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(fleet: soak.Fleet) -> None:
+        raise KeyboardInterrupt
+
+    struck.findings.rounds.append(GOOD)
+    monkeypatch.setattr(soak.Fleet, "stop", stop)
+    assert cli.main(["soak", "--rounds", "1"]) == 130
+    verdict, last = capsys.readouterr().out.splitlines()[-2:]
+    assert verdict.startswith("PASSED: 1 round, ")
+    assert last == "INTERRUPTED: while the servers were stopped; the verdict on the rounds is above"
 
 
 def test_what_cannot_go_on_is_one_line(struck: type[Struck], capsys: pytest.CaptureFixture[str]) -> None:

@@ -807,20 +807,6 @@ def test_nobody_asks_about_a_peer_that_is_dead_and_only_waited_for() -> None:
     assert broken(rank) == []
 
 
-def test_a_peer_that_says_it_is_silent_is_not_waited_for() -> None:
-    """Its own word is a fence, with nothing to wait for; also when evidence of its death has come before."""
-    rank = Rank()
-    rank.command(receive(), announce(U))
-    rank.hear(landed(0, 4))
-    dead(rank)
-    rank.core.handle_peer_silenced(P0, "handshake: refused", 0.5)
-    rank.core.handle_peer_silenced(PeerName("stranger"), "handshake: refused", 0.5)
-    rank.core.check_invariants()
-    assert rank.results() == [failure("handshake: refused", 4)]
-    assert rank.core.states() == {"announced": 1}
-    assert rank.core.next_due() is None
-
-
 def test_who_is_not_waited_for_any_more_is_not_declared_dead() -> None:
     """The fence comes after the evidence, from a rank that outlives its engine. Then it is met again."""
     rank = Rank()

@@ -1705,15 +1705,15 @@ def test_an_id_of_a_peer_that_is_too_long_is_an_error_of_the_peer(kind: Any) -> 
     assert rank.core.state.rows == {}
 
 
-def test_whom_a_slice_is_in_flight_to() -> None:
+def test_a_peer_is_needed_until_its_delivery_has_ended() -> None:
     rank = Rank()
     rank.command(*computed(8))
+    assert rank.core.peers() == set()
     rank.hear(register(8))
     (piece,) = rank.posts()
-    assert rank.core.writes_to(D0)
-    assert not rank.core.writes_to(D1)
+    assert rank.core.peers() == {D0}
     rank.done(piece.slice)
-    assert not rank.core.writes_to(D0)
+    assert rank.core.peers() == set()
 
 
 @pytest.mark.parametrize(

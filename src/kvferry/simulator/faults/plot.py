@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 
 from kvferry.ids import ConsumerId
@@ -17,12 +18,14 @@ from kvferry.simulator.engine.engine import Engine
 from kvferry.simulator.engine.rank import RankProcess
 from kvferry.simulator.faults.levers import Levers
 from kvferry.simulator.world.router import Dispatch, Leg
-from kvferry.transport.memory import PostFault
+from kvferry.transport.memory import PostFault, Traffic
 
 LOOK_SECONDS = 0.003
 LOOKS_MAX = 700
 """So often it is looked whether the time has come; then the plot is given up."""
 ECHO_SECONDS = 1.0
+CROWD = 6
+"""Transfers that are sent again to crowd another one out."""
 BUDGETS = 2
 """Prefills of fewer steps than so many are over before they can be preempted."""
 
@@ -84,14 +87,39 @@ class Plot:
         """Both legs are sent again."""
         self.levers.replay_soon(self.dispatch.transfer)
 
-    def echo(self) -> None:
+    def crowd_out(self) -> None:
+        """Others are sent again and end at once: with them the producer may forget how this one ended."""
+        mine, rows = self.dispatch, self.writer.loop.producer.state.rows
+        others = [
+            one.transfer
+            for one in self.levers.world.router.dispatches.values()
+            if one is not mine and one.item.producer == mine.item.producer and one.transfer not in rows
+        ]
+        for other in others[-CROWD:]:
+            self.levers.replay_soon(other)
+            self.when(partial(rows.__contains__, other), partial(self.levers.abort_prefill, other))
+
+    def hold_back(self, seconds: float) -> None:
+        """What the consumer has said and says is not heard, until `let_go` or for so long."""
+        pair = self.target.name, self.writer.name
+        self.levers.tell("message_late", f"all from {pair[0]} to {pair[1]}")
+        self.levers.world.network.fabric.hold(*pair, Traffic.MESSAGES)
+        # Even where faults end before.
+        self.levers.world.later(seconds, self.let_go)
+
+    def let_go(self) -> None:
+        """What was held back is heard now."""
+        fabric = self.levers.world.network.fabric
+        fabric.release(self.target.name, self.writer.name, Traffic.MESSAGES)
+
+    def echo(self, seconds: float = ECHO_SECONDS) -> None:
         """For a while whatever the consumer says is heard twice, late and in no order."""
         fabric = self.levers.world.network.fabric
         pair = self.target.name, self.writer.name
         link = fabric.exchange.plan(pair).link
-        echoing = replace(link, double_rate=1.0, jitter_seconds=ECHO_SECONDS, overtaking=True)
+        echoing = replace(link, double_rate=1.0, jitter_seconds=seconds, overtaking=True)
         fabric.set_link(*pair, echoing)
-        self.later(3 * ECHO_SECONDS, lambda: fabric.set_link(*pair, link))
+        self.later(3 * seconds, lambda: fabric.set_link(*pair, link))
 
     # --- when ----------------------------------------------------------------------------------------
 
@@ -106,7 +134,7 @@ class Plot:
         fault = fault if seconds is None else PostFault.DELAY
         self.levers.post_fault(*pair, fault, self.random.choice((1, 2, 3)))
 
-    def when(self, holds: Callable[[], bool], act: Callable[[], None], looks_left: int = LOOKS_MAX) -> None:
+    def when(self, holds: Callable[[], bool], act: Callable[[], object], looks_left: int = LOOKS_MAX) -> None:
         """Act as soon as something holds."""
         if not looks_left or not self.writer.alive or self.levers.world.healed_at is not None:
             return
@@ -136,6 +164,26 @@ class Plot:
     def is_stopping(self) -> bool:
         """Whether it is, though the request has been given up."""
         return _in_flight(self, DeliveryState.STOPPING)
+
+    def is_permitted(self) -> bool:
+        """Whether the producer's rank may write for the request."""
+        now = self.writer.clock()
+        return any(not one.ended and one.permission_until > now for one in self.deliveries)
+
+    @property
+    def has_company(self) -> bool:
+        """Whether there are others that can crowd it out."""
+        dispatches = self.levers.world.router.dispatches.values()
+        return any(
+            one is not self.dispatch and one.item.producer == self.dispatch.item.producer
+            for one in dispatches
+        )
+
+    @property
+    def is_remembered(self) -> bool:
+        """Whether the producer's rank knows of the transfer."""
+        state = self.writer.loop.producer.state
+        return self.dispatch.transfer in state.rows or self.dispatch.transfer in state.tombstones
 
     def is_ended(self) -> bool:
         """Whether the decode leg's engine has forgotten it."""

@@ -18,6 +18,9 @@ PREEMPTIONS = 2
 """Weight of the plot that seldom comes off."""
 EDGES = 10
 """Weight of the plot that is possible only where clocks differ the right way."""
+FORGETFUL = 2
+FORGOTTEN = 60
+"""Weight of the plot that is possible only where so few ended transfers are remembered."""
 EDGE_SECONDS = 0.002
 """So much before the last moment."""
 
@@ -43,6 +46,8 @@ def _begin(levers: Levers, random: Random, dispatch: Dispatch, looks_left: int =
     names = sorted(plots) + PREEMPTIONS * [name for name in ("preempt",) if name in plots]
     if _has_edge(plot):
         plots, names = plots | {"edge": _edge}, names + EDGES * ["edge"]
+    if producer.facts.limits.tombstones_max <= FORGETFUL and plot.has_company:
+        plots, names = plots | {"forgotten": _forgotten}, names + FORGOTTEN * ["forgotten"]
     plots[random.choice(names)](plot)
 
 
@@ -190,6 +195,28 @@ def _edge(plot: Plot) -> None:
         plot.later(EDGE_SECONDS, plot.abort)
 
     plot.when(lambda: any(one.permission_until > writer.clock() for one in plot.deliveries), act)
+
+
+def _forgotten(plot: Plot) -> None:
+    """Ended, forgotten for others' sake, and sent again, while a copy of what was said first is under way."""
+    seconds, transfer = plot.limits.write_seconds, plot.dispatch.transfer
+    rows = plot.writer.loop.producer.state.rows
+
+    def once_more() -> None:
+        plot.replay()
+        plot.when(lambda: transfer in rows, plot.let_go)
+
+    def again() -> None:
+        plot.crowd_out()
+        plot.when(lambda: not plot.is_remembered, once_more)
+
+    def act() -> None:
+        plot.hold_back(0.8 * seconds)
+        plot.abort_prefill()
+        plot.when(lambda: transfer not in rows, again)
+
+    plot.echo(min(0.2 * seconds, 1.0))
+    plot.when(plot.is_permitted, act, 2 * LOOKS_MAX)
 
 
 _PLOTS: dict[str, Callable[[Plot], None]] = {

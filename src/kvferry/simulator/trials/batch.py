@@ -33,7 +33,7 @@ FAILURES_KEPT_MAX = 50
 CHUNK_SEEDS_MAX = 4
 """A process answers after so many seeds at the latest, so that a failure is soon told."""
 SEED_SECONDS_MAX = 60.0
-"""Real time; a history that takes longer does not end."""
+"""CPU time; a history that takes more does not end. A busy or stopped machine makes no history longer."""
 ENDLESS = "did not end within"
 LOST_MAX = 10
 """When so many chunks were lost with their processes, something is wrong that more seeds do not tell."""
@@ -168,7 +168,7 @@ def run_batch(batch: Batch) -> Generator[Tally, None, None]:
 
 def _parts(batch: Batch) -> Generator[Tally, None, None]:
     if batch.jobs == 1:
-        # An alarm reaches the main thread only.
+        # A timer's signal reaches the main thread only.
         guard = SEED_SECONDS_MAX if threading.current_thread() is threading.main_thread() else None
         yield from map(run_chunk, _chunks(batch, 1, guard))
         return
@@ -216,16 +216,17 @@ def guarded(
     seconds_max: float | None = None,
     observers: Sequence[Observer] = (),
 ) -> Outcome:
-    """Run one history; if it raises, or takes more than `seconds_max` of real time, that is its violation.
+    """Run one history; if it raises, or takes more than `seconds_max` of CPU time, that is its violation.
 
-    The limit needs a main thread whose alarm signal is free, as a worker process has.
+    Real time does not count: the machine may be busy, or stopped. The limit needs a main thread whose
+    profiling timer (SIGPROF) is free, as a worker process has.
     """
     began = _Began()
     try:
-        with _alarm(seconds_max):
+        with _limit(seconds_max):
             return simulate(seed, options, observers=(began, *observers))
     except _TooLongError:
-        return _broken(seed, f"{ENDLESS} {seconds_max:g} s of real time", began)
+        return _broken(seed, f"{ENDLESS} {seconds_max:g} s of CPU time", began)
     except Exception as error:  # noqa: BLE001 - a broken history is a finding, and the others go on
         where = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno}, {where.name})"
@@ -254,20 +255,20 @@ def _broken(seed: int, what: str, began: _Began) -> Outcome:
 
 
 @contextlib.contextmanager
-def _alarm(seconds: float | None) -> Iterator[None]:
-    if seconds is None:
+def _limit(cpu_seconds: float | None) -> Iterator[None]:
+    if cpu_seconds is None:
         yield
         return
 
     def ring(_signal: int, _frame: FrameType | None) -> None:
         raise _TooLongError
 
-    before = signal.signal(signal.SIGALRM, ring)
-    # Somebody else's alarm, as a test's limit, goes on afterwards.
-    earlier = signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGPROF, ring)
+    # Somebody else's timer, as a profiler's, goes on afterwards.
+    earlier = signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
-        signal.setitimer(signal.ITIMER_REAL, *earlier)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
+        signal.setitimer(signal.ITIMER_PROF, *earlier)

@@ -135,6 +135,9 @@ def _remains_of(process: RankProcess) -> list[str]:
     counts = (
         (loop.producer.in_flight(), "slices in flight"),
         (len(loop.producer.state.tickets), "preemptions that wait"),
+        (len(loop.producer.state.hindered), "slices that others wait for"),
+        (sum(len(lane.ready) for lane in loop.producer.state.lanes.values()), "deliveries whose turn it is"),
+        (len(loop.producer.state.registered), "peers with registered blocks"),
         (len(loop.consumer.state.peers), "watched peers"),
         (len(process.desk.inbox), "commands in the mailbox"),
         (process.desk.results_waiting, "results in the mailbox"),

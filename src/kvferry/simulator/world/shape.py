@@ -29,6 +29,14 @@ SMALL_SHARE = 0.1
 """Of all engines, those whose table of one kind is small."""
 PARTS_SHARE = 1 / 6
 """Of all histories, those in which longer messages travel in parts."""
+FORGETFUL_SHARE = 0.25
+"""Of all engines, those that remember but a few ended transfers."""
+HURRIED_SHARE = 1 / 2
+"""Of all histories, calm ones too, those whose links are given up as idle while requests still wait."""
+IDLE_SECONDS = 0.4
+"""How soon that is."""
+CROWDED_SHARE = 0.25
+"""Of all histories with small tables, those in which a rank may be linked to a few others only."""
 PART_BYTES = 160
 """Room for the notification of any write, and for little more."""
 
@@ -103,6 +111,11 @@ def draw(options: Options, random: Random, own: Random) -> Shape:
         for index in range(producers + consumers)
     )
     parts = own.random() < PARTS_SHARE and "parts" in options.faults
+    if own.random() < HURRIED_SHARE:
+        engines = tuple(_with(facts, idle_seconds=IDLE_SECONDS) for facts in engines)
+    links_max, hellos_max = own.choice((1, 1, 2)), own.choice((1, 1024))
+    if own.random() < CROWDED_SHARE and "table" in faults:
+        engines = tuple(_with(facts, links_max=links_max, hellos_max=hellos_max) for facts in engines)
     smallest = min(facts.cache.block_count for facts in engines) * BLOCK_TOKENS
     seconds = random.uniform(*ranges.seconds)
     longer = random.random() < 0.1
@@ -197,8 +210,8 @@ def _own_limits(limits: Limits, faults: frozenset[str], own: Random, *, differ: 
     """One engine's limits: those of all, but for what it has to itself."""
     times = _short_times(own, slow=slow)
     keeps, slice_bytes, in_flight = own.random() < 0.5, own.choice((1, 64, 256)), own.choice((1, 2, 4))
-    few, fewer, least = own.choice((1, 2, 3)), own.choice((1, 2, 4)), own.choice((1, 2, 3))
-    small = [own.random() < SMALL_SHARE for _ in range(3)]
+    few, fewer, least = own.choice((1, 2, 3)), own.choice((1, 1, 2)), own.choice((1, 2, 3))
+    small = [own.random() < share for share in (SMALL_SHARE, FORGETFUL_SHARE, SMALL_SHARE)]
     idle = own.choice((1.0, 4.0, limits.idle_seconds))
     changes: dict[str, float | int] = {}
     if differ:
@@ -208,6 +221,11 @@ def _own_limits(limits: Limits, faults: frozenset[str], own: Random, *, differ: 
         tables = (("consumers_max", few), ("tombstones_max", fewer), ("transfers_max", least))
         changes |= {name: most for (name, most), is_small in zip(tables, small, strict=True) if is_small}
     return msgspec.structs.replace(limits, **changes)
+
+
+def _with(facts: EngineFacts, **changes: float) -> EngineFacts:
+    """An engine with other limits."""
+    return replace(facts, limits=msgspec.structs.replace(facts.limits, **changes))
 
 
 def most_patient(limits: Sequence[Limits]) -> Limits:

@@ -6,6 +6,8 @@ import math
 import multiprocessing
 import os
 import signal
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -30,6 +32,9 @@ from tests.support import fake_simulation as fake
 
 pytestmark = pytest.mark.timeout(120)
 """Processes: so long only where something hangs; a loaded machine is slow."""
+
+
+LIMIT_SECONDS = 0.3
 
 
 def batch(count: int, **changes: object) -> Batch:
@@ -126,13 +131,13 @@ def endless_chunk(first: int) -> Tally:
 
 
 def test_a_seed_that_does_not_end_is_a_finding() -> None:
-    """In a process of its own: the alarm is the test runner's here."""
+    """In a process of its own, which nothing else times."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         tally = pool.apply(endless_chunk, (2,))
         pool.close()
         pool.join()
     assert (tally.seeds, tally.failed_seeds) == (2, 1)
-    assert tally.failures[0].violations == (Violation(0, 0.0, "did not end within 0.2 s of real time"),)
+    assert tally.failures[0].violations == (Violation(0, 0.0, "did not end within 0.2 s of CPU time"),)
 
 
 def test_seeds_whose_process_died_are_named_and_the_others_count() -> None:
@@ -183,9 +188,39 @@ def begins_and_raises(seed: int, options: Options, *, observers: Sequence[Observ
     raise ZeroDivisionError
 
 
-def test_an_alarm_that_was_set_before_still_rings_afterwards() -> None:
-    """A test's own limit, for instance: it is this test's here."""
-    before = signal.getitimer(signal.ITIMER_REAL)[0]
-    assert before > 0, "the test runner's limit is an alarm"
-    guarded(fake.simulate, 1, Options(), seconds_max=1000.0)
-    assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= before
+def test_a_timer_that_was_set_before_goes_on_afterwards() -> None:
+    """The test runner's limit, which is an alarm, and a profiler's timer."""
+    alarm = signal.getitimer(signal.ITIMER_REAL)[0]
+    assert alarm > 0, "the test runner's limit is an alarm"
+    handler = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    signal.setitimer(signal.ITIMER_PROF, 900.0)
+    try:
+        guarded(fake.simulate, 1, Options(), seconds_max=1000.0)
+        assert 0 < signal.getitimer(signal.ITIMER_PROF)[0] <= 901.0
+        assert signal.getsignal(signal.SIGPROF) is signal.SIG_IGN
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, handler)
+    assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= alarm
+
+
+def waiting(seed: int, options: Options, **_: object) -> Outcome:
+    """Takes longer than its limit in real time, and next to no CPU time, as in a stopped process."""
+    began, stopped = time.monotonic(), threading.Event()
+    while time.monotonic() - began < 2 * LIMIT_SECONDS:
+        stopped.wait(LIMIT_SECONDS)
+    return Outcome(seed, (), "hash", 1, 1.0, 1)
+
+
+def waiting_chunk(first: int) -> Tally:
+    """Each seed is kept from running."""
+    return run_chunk(Chunk(first, 2, Options(), waiting, None, LIMIT_SECONDS))
+
+
+def test_a_history_that_is_kept_from_running_is_no_finding() -> None:
+    """A machine may be busy or stopped: only what a history computes itself counts."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        tally = pool.apply(waiting_chunk, (0,))
+        pool.close()
+        pool.join()
+    assert (tally.seeds, tally.failed_seeds) == (2, 0)

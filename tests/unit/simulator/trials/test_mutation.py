@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -123,8 +124,27 @@ def test_a_mutant_that_makes_histories_endless_does_not_take_for_ever(checkout: 
 
 def endless(seed: int, options: Options, **_: object) -> Outcome:
     """Every second seed is said not to have ended."""
-    violation = Violation(0, 0.0, f"{ENDLESS} 20 s of real time")
+    violation = Violation(0, 0.0, f"{ENDLESS} 20 s of CPU time")
     return Outcome(seed, (violation,) if fake.PLANTED and not seed % 2 else (), "", 1, 1.0, 1)
+
+
+def test_a_history_that_ends_on_a_second_try_has_found_nothing(checkout: Path) -> None:
+    TRIES.clear()
+    verdict = try_mutant(trial(checkout, "planted", 4, simulate=endless_once))
+    assert (verdict.tried, verdict.found, verdict.survived) == (4, 0, True)
+    assert TRIES == {0: 2, 1: 2, 2: 2, 3: 2}
+
+
+TRIES: Counter[int] = Counter()
+"""How often each seed ran with a mutant."""
+
+
+def endless_once(seed: int, options: Options, **_: object) -> Outcome:
+    """Each seed is said not to have ended, the first time."""
+    TRIES[seed] += bool(fake.PLANTED)
+    violation = Violation(0, 0.0, f"{ENDLESS} 20 s of CPU time")
+    once = fake.PLANTED and TRIES[seed] == 1
+    return Outcome(seed, (violation,) if once else (), "", 1, 1.0, 1)
 
 
 def test_a_mutant_that_no_seed_finds_survives(checkout: Path) -> None:

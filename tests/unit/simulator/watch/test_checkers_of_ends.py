@@ -468,7 +468,8 @@ def test_other_histories_may_fail_and_be_late() -> None:
 def test_each_promise_has_a_checker_behind_the_ledger() -> None:
     first, *others = checkers(FakeOracle())
     assert isinstance(first, Ledger)
-    assert [checker.promise for checker in others if checker.promise] == [1, 2, 2, 3, 4, 5, 6, 6, 6, 7, 8, 6]
+    promises = [checker.promise for checker in others if checker.promise]
+    assert promises == [1, 2, 2, 3, 4, 5, 6, 6, 6, 6, 7, 8, 6]
 
 
 def test_violations_are_bounded() -> None:

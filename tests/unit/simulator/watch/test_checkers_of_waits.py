@@ -80,7 +80,7 @@ def permitted(mark: float | None = 70.0) -> History:
     return history
 
 
-@pytest.mark.parametrize("answer", [CANCELLED, FAILED, WRITTEN, HelloRefused(reason="busy", silent=True)])
+@pytest.mark.parametrize("answer", [CANCELLED, FAILED, WRITTEN])
 def test_an_answer_makes_blocks_safe(answer: AnyMessage) -> None:
     history = permitted()
     history.say(P0, D0, answer)
@@ -88,7 +88,7 @@ def test_an_answer_makes_blocks_safe(answer: AnyMessage) -> None:
     assert history.finish() == []
 
 
-def test_a_lost_answer_or_a_refusal_that_is_not_silent_proves_nothing() -> None:
+def test_a_lost_answer_or_a_refusal_proves_nothing() -> None:
     for answer, arrives in ((CANCELLED, False), (HelloRefused(reason="busy"), True)):
         history = permitted()
         history.say(P0, D0, answer, arrives=arrives)
@@ -162,7 +162,7 @@ def test_a_late_other_answer_takes_no_written_back() -> None:
     assert history.finish() == []
 
 
-@pytest.mark.parametrize("answer", [CANCELLED, FAILED, HelloRefused(reason="busy", silent=True)])
+@pytest.mark.parametrize("answer", [CANCELLED, FAILED])
 def test_an_answer_for_good_while_a_write_is_in_flight_is_found(answer: AnyMessage) -> None:
     history = permitted()
     history.post(1, [2], [10])
@@ -184,6 +184,15 @@ def test_whoever_has_answered_for_good_posts_nothing_and_says_no_written(answer:
     assert len(history.finish()) == 2
 
 
+def test_what_was_written_may_be_said_again_after_a_cancel() -> None:
+    """A renewal that is read after the Cancel is answered as the ones before it."""
+    history = permitted()
+    history.say(P0, D0, WRITTEN)
+    history.say(P0, D0, CANCELLED)
+    history.say(P0, D0, WRITTEN)
+    assert history.finish() == []
+
+
 # --- bounds ----------------------------------------------------------------------------------------
 
 
@@ -200,6 +209,17 @@ def test_silence_is_borne_no_longer_than_its_limit(seconds: float, found: int) -
     """10 s for the handshake, 10 of silence, 2 until the next renewal, and a little."""
     history = waiting()
     history.now = 2.0 + seconds
+    history.report(D0, FENCED)
+    assert len(history.finish()) == found
+
+
+@pytest.mark.parametrize(("seconds", "found"), [(22.0, 0), (23.0, 1)])
+def test_who_is_kept_from_running_does_not_shake_hands_meanwhile(seconds: float, found: int) -> None:
+    history = History(EndsWithinBounds)
+    history.command(D0, receive([10, 11]))
+    since = history.now
+    history.see(FaultInjected(since, "stall_agent", f"{D0} for 31.0 s"))
+    history.now = since + 31.0 + seconds - 1.0
     history.report(D0, FENCED)
     assert len(history.finish()) == found
 

@@ -150,8 +150,10 @@ class EndsWithinBounds(Checker):
         if wait.given_up_at is not None:
             return
         limits = self._oracle.limits_of(rank)
-        heard_at = max(wait.since + limits.handshake_seconds, wait.heard_at)
-        silent = self._wakes.awake_seconds(rank, heard_at, now)
+        # Who is kept from running does not shake hands meanwhile.
+        silent = self._wakes.awake_seconds(rank, wait.since, now) - limits.handshake_seconds
+        if wait.heard_at > wait.since:
+            silent = min(silent, self._wakes.awake_seconds(rank, wait.heard_at, now))
         bound = limits.silence_seconds + limits.renew_seconds + SLACK_SECONDS
         if silent > bound:
             text = f"{rank} waited {silent:.3f} s for {consumer} without a word of it"

@@ -16,7 +16,6 @@ from kvferry.protocol.messages import (
     AnyMessage,
     Cancelled,
     Failed,
-    HelloRefused,
     Register,
     Renew,
     Status,
@@ -60,14 +59,14 @@ class FencesHold(Checker):
         """Who knows of a request's blocks; who does not cannot write them, whatever was granted."""
         self._answers: dict[tuple[Pair, Named], AnyMessage] = {}
         """What has come in of `Written`, `Failed` and `Cancelled`; nothing takes a `Written` back."""
-        self._refused: set[Pair] = set()
-        """Consumer ranks that have been told that a producer rank is silent towards them."""
         self._died_at: dict[PeerName, float] = {}
         """When a rank's engine died; its ranks may linger."""
         self._attempts: dict[Opening, int] = {}
         """The newest attempt whose blocks were told to anybody."""
         self._fenced: dict[tuple[Pair, Named], str] = {}
         """What a producer rank has answered for good."""
+        self._complete: set[tuple[Pair, Named]] = set()
+        """What it has called written."""
         self._in_flight: dict[Pair, dict[int, Named | None]] = {}
         super().__init__()
 
@@ -98,11 +97,6 @@ class FencesHold(Checker):
             self._grant((event.rank, event.target), message)
         elif isinstance(message, Failed | Cancelled | Written):
             self._answered((event.target, event.rank), event, message)
-        elif isinstance(message, HelloRefused) and message.silent:
-            writes = self._in_flight.get((event.target, event.rank))
-            if writes:
-                text = f"{event.rank} tells {event.target} that it is silent towards it"
-                self.broken(event.at_seconds, f"{text} while its writes {list(writes)} are in flight")
 
     def _grant(self, pair: Pair, message: Register | Renew) -> None:
         at_seconds = None if message.mark is None else self._marks.get(pair, {}).get(message.mark)
@@ -121,8 +115,6 @@ class FencesHold(Checker):
             name = message.transfer, message.consumer, message.attempt
             if not isinstance(self._answers.get((pair, name)), Written):
                 self._answers[pair, name] = message
-        elif isinstance(message, HelloRefused) and message.silent:
-            self._refused.add(pair)
 
     def _reported(self, event: Reported) -> None:
         result, opening = event.result, self._ledger.settled
@@ -151,9 +143,11 @@ class FencesHold(Checker):
                 self.broken(event.at_seconds, f"{text} {why}")
 
     def _is_silenced(self, pair: Pair, granted_at: float, now: float) -> bool:
+        """Whether time alone proves it. A refusal does not, whatever it says of its sender.
+
+        It names no grant, and may have crossed one that was accepted.
+        """
         rank, peer = pair
-        if pair in self._refused:
-            return True
         limits = self._oracle.limits_of(rank)
         died_at = self._died_at.get(peer)
         if died_at is not None:
@@ -184,9 +178,11 @@ class FencesHold(Checker):
         name, what = (message.transfer, message.consumer, message.attempt), type(message).__name__
         before = self._fenced.get((pair, name))
         if isinstance(message, Written):
-            if before is not None:
+            # Who asks again after both is told either: both are true for good.
+            if before is not None and (pair, name) not in self._complete:
                 text = f"{event.rank} says Written of {message.consumer} to {event.target}"
                 self.broken(event.at_seconds, f"{text} after it has said {before}")
+            self._complete.add((pair, name))
             return
         self._fenced[pair, name] = what
         writes = [handle for handle, of in self._in_flight.get(pair, {}).items() if of == name]
