@@ -130,14 +130,14 @@ BREAKER: tuple[Mutant, ...] = (
         ),
     ),
     Mutant(
-        "marks_before_forgotten_count",
+        "what_was_forgotten_is_new",
         "2",
-        "what was granted before an answer was forgotten permits what is registered anew",
+        "what was answered, and had to be forgotten, is admitted as if it had never been here",
         (
             Edit(
-                "kvferry.protocol.producer_peer:_permit",
-                old="delivery.grants_after < message.mark",
-                new="0.0 <= message.mark",
+                "kvferry.protocol.producer_peer:_was_forgotten",
+                old="if not state.may_be_forgotten(message.transfer, _key(peer, message)):",
+                new="if True:",
             ),
         ),
     ),

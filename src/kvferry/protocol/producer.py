@@ -108,7 +108,7 @@ class ProducerCore:
             pump.slice_overdue(state, number)
         for kind, transfer in state.timers.pop_due(now):
             if kind == "tombstone":
-                state.tombstones.pop(transfer, None)
+                settle.forget(state, transfer)
                 continue
             row = state.rows.get(transfer)
             if row is None:

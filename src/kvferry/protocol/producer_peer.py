@@ -44,6 +44,7 @@ from kvferry.protocol.sources import (
 from kvferry.protocol.states import DELIVERY, DeliveryEvent, DeliveryState, SourceState
 
 BLOCK_ID_MAX = (1 << 63) - 1
+FORGOTTEN = "it is older than what was answered and forgotten"
 
 
 def announce(state: ProducerState, peer: PeerName, message: Announce, now: float) -> None:
@@ -126,7 +127,7 @@ def _permit(state: ProducerState, delivery: Delivery, message: Register | Renew,
 
     It ends before what was said after its mark can be forgotten, or a fence could be.
     """
-    if message.mark is not None and delivery.grants_after < message.mark <= now:
+    if message.mark is not None and message.mark <= now:
         seconds = min(message.write_seconds, state.limits.tombstone_seconds)
         delivery.permission_until = max(delivery.permission_until, message.mark + seconds)
 
@@ -199,6 +200,8 @@ def _delivery(
     state: ProducerState, peer: PeerName, message: Announce | Register | Cancel | Fetched, now: float
 ) -> Delivery | None:
     """The delivery that a message is about, made when it is the first; None when it was answered instead."""
+    if _was_forgotten(state, peer, message):
+        return None
     key = _key(peer, message)
     row = state.rows.get(message.transfer)
     if row is None:
@@ -227,13 +230,23 @@ def _delivery(
             _deny(state, peer, message, reason, now)
             return None
         delivery = Delivery(message.transfer, message.consumer, peer, message.attempt)
-        delivery.grants_after = state.forgotten_at
         row.deliveries[key] = delivery
         if row.abandon_reason or row.expired:
             settle.fail_open(state, row, settle.outcome(row))
             settle.settle(state, row, now)
             return None
     return row.deliveries[key]
+
+
+def _was_forgotten(
+    state: ProducerState, peer: PeerName, message: Announce | Register | Cancel | Fetched
+) -> bool:
+    """Answer what may have had its end told already, with nobody here to know: nothing of it is in flight."""
+    if not state.may_be_forgotten(message.transfer, _key(peer, message)):
+        return False
+    state.count("late_message")
+    state.outputs.append(Send(peer, _denial(peer, message, because(TABLE_FULL, FORGOTTEN))))
+    return True
 
 
 def _no_room(state: ProducerState, *, full: bool) -> str | None:
@@ -296,12 +309,13 @@ def _remember(
 ) -> None:
     """Keep what a consumer is told true: its blocks may be another request's from now on.
 
-    Without room the oldest answer is forgotten; what was granted before that permits nothing new any more.
+    Without room the oldest answer is forgotten.
     """
     if key not in answers and len(answers) >= state.limits.consumers_max:
         state.count("table_full")
-        del answers[next(iter(answers))]
-        state.forgotten_at = now
+        oldest = next(iter(answers))
+        del answers[oldest]
+        state.forget(oldest)
     answers[key] = answer
 
 

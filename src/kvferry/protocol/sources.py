@@ -26,6 +26,8 @@ DeliveryKey = tuple[PeerName, ConsumerId, int]
 """Consumer rank, consumer and attempt."""
 TimerKey = tuple[str, TransferId]
 """Kind (lease, unknown, tombstone or retry) and transfer."""
+FORGOTTEN_PEERS_MAX = 4096
+"""Consumer ranks of which it is known what was forgotten; beyond it the one of longest ago is."""
 
 
 @dataclass(slots=True)
@@ -53,8 +55,6 @@ class Delivery:
     registration: int | None = None
     """Digest of what was registered: the same name with other blocks is no repetition."""
     permission_until: float = 0.0
-    grants_after: float = -math.inf
-    """Marks up to then permit nothing: what was said of them may have been forgotten."""
     behind: set[int] = field(default_factory=set)
     """Slices in flight into blocks of ours that another registration had before; they have to end first."""
     next_token: int = 0
@@ -172,8 +172,6 @@ class Tombstone:
     registrations: dict[DeliveryKey, int | None]
     released: bool
     """Whether the host has had its `Released`."""
-    told_at: float = 0.0
-    """When the newest of its answers was given."""
     only_denials: bool = False
     """The transfer has not been here: some registrations of it were refused, and stay so."""
 
@@ -220,8 +218,9 @@ class ProducerState:
     slice_timers: Timers[int] = field(default_factory=Timers)
     outputs: deque[Output] = field(default_factory=deque)
     results: deque[Result] = field(default_factory=deque)
-    forgotten_at: float = -math.inf
-    """When the newest answer was given that has been forgotten before its time."""
+    forgotten: OrderedDict[PeerName, int] = field(default_factory=OrderedDict)
+    """Of each consumer rank the newest attempt of which an answer was forgotten. A rank counts its attempts
+    up, so what is not newer, and not known, may have been told its end."""
     slice_count: int = 0
     counts: dict[str, int] = field(default_factory=dict)
 
@@ -230,6 +229,24 @@ class ProducerState:
         """Whether a peer may not be the first to speak of one more transfer."""
         limit = self.limits.transfers_max
         return len(self.rows) >= limit or len(self.early) >= -(-limit // 2)
+
+    def forget(self, key: DeliveryKey) -> None:
+        """An answer is remembered no longer."""
+        peer, _, attempt = key
+        self.forgotten[peer] = max(self.forgotten.get(peer, attempt), attempt)
+        self.forgotten.move_to_end(peer)
+        while len(self.forgotten) > FORGOTTEN_PEERS_MAX:
+            self.forgotten.popitem(last=False)
+
+    def may_be_forgotten(self, transfer: TransferId, key: DeliveryKey) -> bool:
+        """Whether a registration may have been answered before, and is not known here."""
+        peer, _, attempt = key
+        if peer not in self.forgotten or attempt > self.forgotten[peer]:
+            return False
+        row, tombstone = self.rows.get(transfer), self.tombstones.get(transfer)
+        if row is not None:
+            return key not in row.deliveries and key not in row.past
+        return tombstone is None or (tombstone.only_denials and key not in tombstone.answers)
 
     def hold_blocks(self, delivery: Delivery, groups: tuple[BlockArray, ...]) -> None:
         """A registration counts towards its peer's blocks until `free_blocks`."""

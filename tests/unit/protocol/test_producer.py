@@ -38,6 +38,9 @@ from kvferry.protocol.messages import (
 )
 from kvferry.protocol.outputs import Disconnect, Output, PeerFacts, PostSlice, Send
 from kvferry.protocol.producer import ProducerCore
+from kvferry.protocol.producer_peer import FORGOTTEN as FORGOTTEN_TEXT
+from kvferry.protocol.reasons import TABLE_FULL, because
+from kvferry.protocol.sources import FORGOTTEN_PEERS_MAX
 
 T, U, C = TransferId("t"), TransferId("u"), ConsumerId("c0")
 D0, D1 = PeerName("d0"), PeerName("d1")
@@ -113,6 +116,9 @@ def register(
         write_seconds=seconds,
         **more,
     )
+
+
+FORGOTTEN = because(TABLE_FULL, FORGOTTEN_TEXT)
 
 
 def renew(attempt: int = 1, **more: Any) -> Renew:
@@ -744,7 +750,7 @@ def test_a_registration_after_the_lease_writes_nothing_and_the_id_can_be_used_ag
     rank.at(630.0)
     assert rank.core.state.tombstones == {}
     rank.command(*computed(8))
-    rank.hear(register(8))
+    rank.hear(register(8, attempt=2))
     assert len(rank.posts()) == 1
 
 
@@ -1174,8 +1180,7 @@ def test_a_renewal_of_what_has_ended_unheard_is_told_how_it_ended_and_stays_told
     assert rank.hear(renew(attempt=6))[0] == Send(D0, failed("lease_expired", attempt=6))
     rank.command(*computed(8))
     assert rank.hear(register(8, attempt=6)) == [Send(D0, failed("lease_expired", attempt=6))]
-    standing = TransferStatus(T, C, "computing", 8, 5)
-    assert rank.hear(register(8, attempt=5)) == [Send(D0, Status(transfers=(standing,), mark=30.0))]
+    assert rank.hear(register(8, attempt=5)) == [Send(D0, failed(FORGOTTEN, attempt=5))]
     assert rank.posts() == []
 
 
@@ -1193,11 +1198,51 @@ def test_a_fence_that_had_to_be_forgotten_is_not_broken() -> None:
         rank.command(Expect(name, 8), Abandon(name, "x"))
     assert T not in rank.core.state.tombstones
     rank.command(*computed(8))
+    assert rank.hear(register(8)) == [Send(D0, failed(FORGOTTEN))]
+    assert rank.hear(announce()) == [Send(D0, failed(FORGOTTEN))]
+    assert rank.hear(cancel()) == [Send(D0, fence(1))]
+    assert rank.core.state.rows[T].deliveries == {}
+    rank.hear(register(8, attempt=2))
+    assert rank.posts() != [], "another attempt has other blocks"
+
+
+def test_what_was_written_and_forgotten_is_not_written_again() -> None:
+    """P02, P64: `Written` is under way for long, and its consumer registers anew, with the newest mark."""
+    rank = Rank(tombstones_max=1)
+    rank.command(*computed(8), Finish(T))
     rank.hear(register(8))
+    for piece in rank.posts():
+        rank.done(piece.slice)
+    rank.command(Expect(U, 8), Abandon(U, "x"))
+    assert T not in rank.core.state.tombstones
+    rank.now = 1.0
+    rank.command(*computed(8))
+    assert rank.hear(register(8, mark=1.0)) == [Send(D0, failed(FORGOTTEN))]
     assert rank.posts() == []
-    rank.at(1.0)
-    rank.hear(renew())
-    assert rank.posts() != [], "who still wants it has heard a newer mark"
+    rank.hear(register(8), D1)
+    assert rank.posts() != [], "another rank counts for itself"
+
+
+def test_what_is_forgotten_in_its_time_is_not_taken_for_new_either() -> None:
+    rank = Rank()
+    rank.command(*computed(8), Finish(T))
+    rank.hear(register(8))
+    for piece in rank.posts():
+        rank.done(piece.slice)
+    rank.at(120.0)
+    assert rank.core.state.tombstones == {}
+    assert rank.hear(register(8)) == [Send(D0, failed(FORGOTTEN))]
+
+
+def test_of_how_many_ranks_it_is_known_what_was_forgotten_is_bounded() -> None:
+    state = Rank().core.state
+    for number in range(FORGOTTEN_PEERS_MAX + 1):
+        state.forget((PeerName(f"D{number}"), C, 7))
+    state.forget((PeerName("D1"), C, 3))
+    assert len(state.forgotten) == FORGOTTEN_PEERS_MAX
+    assert not state.may_be_forgotten(T, (PeerName("D0"), C, 7)), "the one of longest ago"
+    assert state.may_be_forgotten(T, (PeerName("D1"), C, 7))
+    assert not state.may_be_forgotten(T, (PeerName("D1"), C, 8))
 
 
 def test_an_id_that_is_used_for_ever_is_remembered_within_bounds() -> None:
