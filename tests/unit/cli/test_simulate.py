@@ -219,21 +219,21 @@ sys.exit(main(["simulate", "--seeds", "1000000", "--jobs", "2"]))
 
 def test_an_interrupt_from_a_terminal_is_clean() -> None:
     """A terminal interrupts every process of the group; only the first one may answer."""
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", PROGRAM],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("seed ")
-        os.killpg(process.pid, signal.SIGINT)
-        out, errors = process.communicate(timeout=15)
-    finally:
-        process.kill()
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("seed ")
+            os.killpg(process.pid, signal.SIGINT)
+            out, errors = process.communicate(timeout=15)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert re.match(r"INTERRUPTED: [\d,]+ seeds, [\d,]+ violations? in ", out.splitlines()[-1])
     assert "Traceback" not in errors
