@@ -97,9 +97,12 @@ class Peers:
             self._rivals[peer] = now
         return parked
 
+    def noticed(self, peer: PeerName, now: float) -> None:
+        """A peer has sent something, if only a part of a message."""
+        self.links.connections.used(peer, now)
+
     def heard(self, peer: PeerName, now: float) -> None:
         """A peer has said something; an incarnation of it that has not for long has been replaced by it."""
-        self.links.connections.used(peer, now)
         if peer not in self._rivals:
             return
         self._rivals[peer] = now
@@ -187,10 +190,13 @@ class Peers:
         self.consumer.handle_disconnected(peer, reason, self.clock())
 
     def _tear_down(self, peer: PeerName) -> None:
+        self._let_go(peer)
+        self.decoder.forget(peer)
+
+    def _let_go(self, peer: PeerName) -> None:
         self.links.disconnect(peer)
         self._rivals.pop(peer, None)
         self.mail.forget(peer)
-        self.decoder.forget(peer)
 
     def rest(self) -> None:
         """Give up links that were idle for long, and what strangers have said too long ago."""
@@ -216,7 +222,8 @@ class Peers:
 
     def _give_up(self, peer: PeerName, reason: str) -> None:
         logger.info("the link to %s is given up: %s", peer, reason)
-        self._tear_down(peer)
+        # What has come of a message is kept: it may be the peer's next Hello.
+        self._let_go(peer)
         self.producer.handle_peer_lost(peer, reason, self.clock())
         self.consumer.handle_disconnected(peer, reason, self.clock())
 

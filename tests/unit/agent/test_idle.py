@@ -7,6 +7,7 @@ import pytest
 from kvferry.agent.idle import Connections
 from kvferry.ids import ConsumerId, PeerName, TransferId
 from kvferry.layout.spans import to_spans
+from kvferry.protocol.codec import Encoder
 from kvferry.protocol.commands import AnnounceCommand, Expect, Received, ReceiveFailed, Withdraw
 from kvferry.protocol.limits import Limits
 from kvferry.transport.memory import Traffic
@@ -152,6 +153,42 @@ def test_a_consumer_whose_link_the_producer_alone_gave_up_needs_no_new_hello() -
     works(world, producer, consumer, 2)
     assert world.resolver.asked == [1]
     assert linked(producer) == 1
+
+
+def test_a_link_is_not_idle_while_a_hello_comes_in_parts() -> None:
+    """Its parts came just before the link had been idle for long enough: the rest was no message any more."""
+    world = World(IDLE)
+    [second] = world.engine("P", 1)
+    [first] = world.engine("D", 2)
+    works(world, second, first, 1)
+    pass_time(world, 19.0)
+    second.transport.connect(first.peer, first.transport.local_metadata())
+    *parts, last = Encoder(64).encode(second.loop._peers.links.hello())
+    assert len(parts) > 1
+    for part in parts:
+        second.transport.send(first.peer, part)
+    pass_time(world, 5.0)
+    assert linked(first) == 1
+    second.transport.send(first.peer, last)
+    world.run(0.01)
+    assert first.loop._peers.is_linked(second.peer)
+
+
+def test_what_has_come_of_a_hello_is_kept_when_the_link_is_given_up() -> None:
+    world = World(IDLE)
+    [second] = world.engine("P", 1)
+    [first] = world.engine("D", 2)
+    works(world, second, first, 1)
+    second.transport.connect(first.peer, first.transport.local_metadata())
+    *parts, last = Encoder(64).encode(second.loop._peers.links.hello())
+    for part in parts:
+        second.transport.send(first.peer, part)
+    pass_time(world, 50.0)
+    assert linked(first) == 0
+    second.transport.connect(first.peer, first.transport.local_metadata())
+    second.transport.send(first.peer, last)
+    world.run(0.01)
+    assert first.loop._peers.is_linked(second.peer)
 
 
 @pytest.mark.parametrize("waits_for", ["the consumer's memory", "the prefill", "a write"])
