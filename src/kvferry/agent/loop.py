@@ -186,7 +186,8 @@ class Loop:
         for notification in self._transport.receive():
             self.stats.messages_received += 1
             self._heard_at = self._clock()
-            self._peers.noticed(notification.peer, self._heard_at)
+            # A part of a message is a sign of life, too.
+            self._peers.links.connections.used(notification.peer, self._heard_at)
             try:
                 message = self._decoder.decode(notification.peer, notification.payload)
             except PeerError as error:

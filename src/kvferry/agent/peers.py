@@ -97,10 +97,6 @@ class Peers:
             self._rivals[peer] = now
         return parked
 
-    def noticed(self, peer: PeerName, now: float) -> None:
-        """A peer has sent something, if only a part of a message."""
-        self.links.connections.used(peer, now)
-
     def heard(self, peer: PeerName, now: float) -> None:
         """A peer has said something; an incarnation of it that has not for long has been replaced by it."""
         if peer not in self._rivals:
