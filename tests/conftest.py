@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from pathlib import Path
 
 # Before anything imports numpy: test workers share the cores, and BLAS threads of each would only wait for
@@ -12,6 +13,10 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import hypothesis
 import pytest
+
+# What a shell starts in the background ignores interrupts, and so does all that it starts; tests send them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # `ci` finds the same examples on every run, so that a red build is red for its author too; `nightly`
 # looks for new ones.

@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import pytest
+
 from kvferry.agent.agent import Agent
 from kvferry.agent.directory import Directory, RankEntry
 from kvferry.errors import PeerLostError
@@ -25,8 +27,9 @@ def started(
     resolver: DirectResolver,
     port: int,
     transport: Callable[[PeerName], NixlTransport] = NixlTransport,
+    limits: Limits | None = None,
 ) -> Agent:
-    agent = Agent(rank.identity, rank.cache, transport, Limits(), resolver)
+    agent = Agent(rank.identity, rank.cache, transport, limits or Limits(), resolver)
     metadata = agent.start()
     identity = rank.identity
     entry = RankEntry(
@@ -129,3 +132,40 @@ def test_a_living_producer_behind_a_broken_connection_is_linked_again_and_asked_
     finally:
         assert consumer.close(WAIT_SECONDS)
         assert producer.close(WAIT_SECONDS)
+
+
+@pytest.mark.parametrize(("consumer_seconds", "lookups"), [(0.2, 2), (600.0, 1)])
+def test_a_link_that_was_given_up_works_again_over_nixl(consumer_seconds: float, lookups: int) -> None:
+    """NIXL forgets idle peers and takes them again: both sides', or the producer's alone."""
+    world, resolver = World(), DirectResolver()
+    [p], [d] = world.engine("P", 1), world.engine("D", 2)
+    made: dict[PeerName, NixlTransport] = {}
+
+    def make(name: PeerName) -> NixlTransport:
+        made[name] = NixlTransport(name)
+        return made[name]
+
+    def linked() -> list[int]:
+        return [len(made[rank.peer]._peers._peers) for rank in (p, d)]
+
+    consumer = started(d, resolver, 2, make, Limits(idle_seconds=consumer_seconds))
+    producer = started(p, resolver, 1, make, Limits(idle_seconds=0.2))
+    rested = [0, int(consumer_seconds > 1.0)]
+    try:
+        for number in range(2):
+            transfer = TransferId(f"transfer-000{number}")
+            consumer.submit(receive(transfer, "r1", source_of(p, 1), [20 + number], BLOCK_TOKENS))
+            producer.submit(Expect(transfer, BLOCK_TOKENS))
+            producer.submit(Advance(transfer, BLOCK_TOKENS, 0, (to_spans([5]),)))
+            producer.submit(Finish(transfer))
+            wait(consumer, Received)
+            wait(producer, Released)
+            assert d.block(20 + number) == p.block(5)
+            deadline = time.monotonic() + WAIT_SECONDS
+            while linked() != rested and time.monotonic() < deadline:
+                threading.Event().wait(0.01)
+            assert linked() == rested
+        assert len(resolver.asked) == lookups
+    finally:
+        assert producer.close(WAIT_SECONDS)
+        assert consumer.close(WAIT_SECONDS)

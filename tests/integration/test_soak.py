@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests.support.live import MODEL, STARTUP_SECONDS, Live
 from tests.support.stub_fleet import ends, eventually
 
 CONTEXT_TOKENS = 8192
+COMPUTE_SECONDS = 240.0
 INTERRUPTED = 130
 
 
@@ -34,10 +36,12 @@ THREE_ROUNDS = (
 )
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_three_rounds(engines: Live) -> None:
     """P04, P11, P47, A02, A21: killed in the middle of a prefill, stopped while waiting, killed decoding."""
-    endpoints, bounds = engines.endpoints, default_bounds(engines.endpoints)
+    endpoints = engines.endpoints
+    # How fast this machine computes is not what is tried, and others may use it.
+    bounds = replace(default_bounds(endpoints), compute_seconds=COMPUTE_SECONDS)
     addresses = Addresses(endpoints.router, engines.reference, MODEL)
     clients, victims = Mix("three rounds", CONTEXT_TOKENS), Mix("their victims", CONTEXT_TOKENS)
     with Load(addresses, clients, bound_seconds=bounds.request_seconds) as load:
@@ -54,7 +58,12 @@ def test_three_rounds(engines: Live) -> None:
     assert rounds.findings.problems == [], engines.state()
     results = rounds.findings.rounds
     assert [result.server for result in results] == ["prefill-0", "decode-0", "decode-0"]
-    assert sum(result.count(Kind.RIGHT) for result in results) >= 15
+    right = sum(result.count(Kind.RIGHT) for result in results)
+    assert right >= 15
+    # Whoever is refused while D is away waits, so most requests are real ones.
+    assert right > 2 * sum(result.excused for result in results)
+    # On a busy machine a stage may pass unseen, and is struck in passing; not all of them do.
+    assert sum(result.seen for result in results) >= 2
     engines.assert_empty()
 
 
@@ -83,10 +92,11 @@ def test_the_command_passes(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     )
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
-    *_, verdict, figure = done.stdout.strip().splitlines()
-    assert verdict == "PASSED"
-    assert ", 0 wrong answers, " in figure
-    assert figure.startswith("20 rounds") or "--minutes" in arguments
+    *_, verdict = done.stdout.strip().splitlines()
+    assert verdict.startswith("PASSED: ")
+    assert verdict.startswith("PASSED: 20 rounds") or "--minutes" in arguments
+    judged = verdict.partition("memory: judged for ")[2].partition(", not for ")[0]
+    assert {"prefill-0", "decode-0", "router"} <= set(judged.split(", ")) or "--minutes" in arguments
 
 
 def first_stops(seed: int) -> bool:
@@ -138,5 +148,4 @@ def test_an_end_while_an_engine_is_stopped_leaves_nothing_behind(
         assert all(ends(pid, 60.0) for pid in left)
     if number is not signal.SIGKILL:
         assert process.returncode == INTERRUPTED, output
-        assert "interrupted" in output
-        assert "0 wrong answers" in output.splitlines()[-1]
+        assert output.splitlines()[-1].startswith("INTERRUPTED: 0 rounds, 0 of 0 answers equal")

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 
+from tests.mutants.breaker import BREAKER
+from tests.mutants.breaker_watch import BREAKER_WATCH
 from tests.mutants.edits import Mutant
 from tests.mutants.listed import LISTED
 
@@ -22,4 +24,4 @@ def _blind() -> tuple[Mutant, ...]:
     return found
 
 
-MUTANTS: tuple[Mutant, ...] = (*LISTED, *_blind())
+MUTANTS: tuple[Mutant, ...] = (*LISTED, *BREAKER, *BREAKER_WATCH, *_blind())

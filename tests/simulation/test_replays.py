@@ -7,7 +7,13 @@ import pytest
 from kvferry.protocol.commands import Receive
 from kvferry.simulator.ground.events import Commanded, FabricFault, FaultInjected, LegSent, Observed
 from kvferry.simulator.ground.options import FAULTS, Options
+from kvferry.simulator.ground.outcome import findings
 from kvferry.simulator.run import simulate
+from kvferry.simulator.show.lines import told
+from kvferry.simulator.show.story import Kind
+from kvferry.simulator.show.timeline import Recorder, choose, story
+from kvferry.simulator.watch.trace import TraceLines
+from tests.mutants import MUTANTS
 
 pytestmark = pytest.mark.timeout(120)
 """So long only where something hangs; a loaded machine is slow."""
@@ -88,3 +94,25 @@ def test_nobody_replays_where_that_is_switched_off() -> None:
 def test_late_writes_meet_an_abort_a_preemption_and_a_partition() -> None:
     names = played(LATE_WRITES)
     assert {"delay_post", "stall", "abort", "preempt", "partition", "replay"} <= set(names.struck)
+
+
+def test_a_planted_hang_is_one_finding_and_short_to_read() -> None:
+    """Slices that are forgotten never end, and who waits for them renews until the history is over."""
+    (mutant,) = (one for one in MUTANTS if one.name == "other_slices_forgotten")
+    with mutant.apply():
+        for seed in range(20):
+            recorder, trace = Recorder(), TraceLines()
+            outcome = simulate(seed, Options(), observers=(recorder, trace))
+            hangs = [one for one in findings(outcome.violations) if one.violation.unfinished]
+            if hangs and len(trace.lines) > 3000:
+                break
+    (hang,) = hangs
+    assert "owed since" in hang.violation.what
+    assert len(hang.consequences) > 3
+    shown = told(recorder.events, trace.lines, outcome.violations)
+    assert len(shown) < len(trace.lines) / 2
+    assert any("  NEVER ENDS  " in line and f"{hang.violation.at_seconds:.6f}" in line for line in shown)
+    assert any("  DEADLINE  " in line or "  GIVEN UP  " in line for line in shown)
+    picture = story(recorder.events, choose(recorder.events, outcome.violations), outcome.violations)
+    assert len(picture.arrows) < 500
+    assert sum(mark.kind is Kind.VIOLATION for mark in picture.marks) == 2

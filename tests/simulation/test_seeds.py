@@ -13,7 +13,10 @@ from dataclasses import dataclass
 import pytest
 
 from kvferry.cli.simulate_report import failure_lines
+from kvferry.simulator.faults.aims import NUMBER_FIRST as AIMS
+from kvferry.simulator.ground.events import ItemBegan, Observed
 from kvferry.simulator.ground.options import FAULTS, WORLDS, Options
+from kvferry.simulator.ground.outcome import ITEMS_MAX
 from kvferry.simulator.run import simulate
 from kvferry.simulator.trials.batch import Batch, Tally, run_batch
 from kvferry.simulator.trials.processes import spread
@@ -53,7 +56,7 @@ def broken(first: int, count: int, options: Options) -> str:
     tally = Tally()
     for part in run_batch(Batch(first, count, options, simulate, jobs=2)):
         tally.merge(part)
-    assert tally.seeds == count
+    assert tally.seeds == count, tally.lost
     return "\n".join(line for outcome in tally.failures for line in failure_lines(outcome, options))
 
 
@@ -119,6 +122,34 @@ def test_without_an_item_the_history_is_another_one() -> None:
         assert without.violations == ()
     nothing = simulate(FIRST, Options(drop=frozenset(numbers)))
     assert nothing.transfers < whole.transfers
+
+
+class Begun:
+    """Keeps what has a number and began."""
+
+    def __init__(self) -> None:
+        self.items: dict[int, str] = {}
+
+    def observe(self, event: Observed) -> None:
+        """Take one event."""
+        if isinstance(event, ItemBegan):
+            assert event.number not in self.items
+            self.items[event.number] = event.what
+
+
+def test_what_has_a_number_is_told_when_it_begins() -> None:
+    """All work begins, and faults by chance; an aim may wait in vain; the last transfers always begin."""
+    aims = 0
+    for seed in range(FIRST, FIRST + 20):
+        begun = Begun()
+        items = dict(simulate(seed, Options(), observers=(begun,)).items)
+        always = {number for number in begun.items if number >= ITEMS_MAX}
+        assert always
+        assert begun.items.keys() - always <= items.keys()
+        assert all(begun.items[number] == items[number] for number in begun.items.keys() & items.keys())
+        assert all(number >= AIMS for number in items.keys() - begun.items.keys())
+        aims += sum(AIMS <= number < ITEMS_MAX for number in begun.items)
+    assert aims > 0
 
 
 @pytest.mark.long

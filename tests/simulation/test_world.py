@@ -162,7 +162,16 @@ def test_every_kind_of_fault_happens_in_some_history() -> None:
 
 def options_by_chance() -> frozenset[str]:
     """Faults that have a time, not those that the workload or the shape is made with."""
-    made = {"clock", "leg_late", "leg_missing", "longer_prompt", "stale_incarnation", "table"}
+    made = {
+        "clock",
+        "leg_late",
+        "leg_missing",
+        "limits",
+        "longer_prompt",
+        "parts",
+        "stale_incarnation",
+        "table",
+    }
     return frozenset(FAULTS) - made
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from kvferry.simulator.ground.events import Observer
+from kvferry.ids import EngineId
+from kvferry.simulator.ground.events import EngineStarted, Observer
 from kvferry.simulator.ground.options import Options
 from kvferry.simulator.ground.outcome import Outcome, Violation
 from kvferry.simulator.watch.trace import TraceHash, TraceLines
@@ -62,9 +62,10 @@ def unsteady(
 ) -> Outcome:
     """Never the same twice."""
     PLANTED.append("x")
-    one = simulate(0, options, traced=traced, observers=observers)
-    trace = (*one.trace[:3], f"line of run {len(PLANTED)}")
-    return Outcome(seed, (), f"hash-{len(PLANTED)}", one.events, 1.0, 1, trace=trace)
+    for event in (*one_transfer()[:3], EngineStarted(3.0, EngineId(f"run-{len(PLANTED)}"), (), 1)):
+        for observer in observers:
+            observer.observe(event)
+    return Outcome(seed, (), f"hash-{len(PLANTED)}", 4, 1.0, 1)
 
 
 def raising(
@@ -79,10 +80,13 @@ def raising(
 def endless(
     seed: int, options: Options, *, traced: bool = False, observers: Sequence[Observer] = ()
 ) -> Outcome:
-    """Seed 2 never ends, and swallows errors."""
+    """Seed 2 never ends, computes all the time, and swallows errors."""
+    for event in one_transfer() if seed == 2 else ():
+        for observer in observers:
+            observer.observe(event)
     while seed == 2:
         with suppress(Exception):
-            time.sleep(0.01)
+            sum(range(1000))
     return simulate(seed, options)
 
 

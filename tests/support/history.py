@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 
 from kvferry.ids import ConsumerId, EngineId, PeerName, TransferId
 from kvferry.layout.spans import to_spans
+from kvferry.protocol.codec import Encoder
 from kvferry.protocol.commands import Advance, Command, Preempt, Receive, Result, Source
+from kvferry.protocol.limits import Limits
+from kvferry.protocol.messages import AnyMessage
 from kvferry.simulator.ground.events import (
     BlocksReturned,
     BlocksTaken,
@@ -18,6 +21,8 @@ from kvferry.simulator.ground.events import (
     EngineStarted,
     Healed,
     Landed,
+    MessageEnded,
+    MessageSent,
     Observed,
     Posted,
     PostEnded,
@@ -26,6 +31,8 @@ from kvferry.simulator.ground.events import (
 )
 from kvferry.simulator.watch.checkers.base import Checker
 from kvferry.simulator.watch.checkers.ledger import Ledger
+from kvferry.simulator.watch.checkers.letters import Letters
+from kvferry.simulator.watch.checkers.wakes import Wakes
 from kvferry.transport.base import PostState
 
 PRODUCER, CONSUMER = EngineId("P"), EngineId("D")
@@ -45,6 +52,17 @@ class FakeOracle:
     left: list[str] = field(default_factory=list)
     is_calm: bool = False
     delay_seconds: float = 0.2
+    limits: Limits = field(default_factory=Limits)
+    retry_bound_seconds: float = 5.0
+    clock_rate: float = 1.0
+
+    def limits_of(self, rank: PeerName) -> Limits:
+        """Every rank has the same."""
+        return self.limits
+
+    def clock_rate_of(self, rank: PeerName) -> float:
+        """Every rank's clock runs as fast."""
+        return self.clock_rate
 
     def mismatch(
         self, rank: PeerName, prompt: int, start: int, stop: int, blocks: Sequence[int]
@@ -69,10 +87,17 @@ class History:
     def __init__(self, checker: type[Checker], *, tp: int = 1, calm: bool = False) -> None:
         self.oracle = FakeOracle(is_calm=calm)
         self.ledger = Ledger()
-        parts = {"ledger": self.ledger, "oracle": self.oracle}
+        self.letters, self.wakes = Letters(), Wakes(self.oracle)
+        parts = {
+            "ledger": self.ledger,
+            "letters": self.letters,
+            "wakes": self.wakes,
+            "oracle": self.oracle,
+        }
         wanted = checker.__init__.__annotations__
         self.checker = checker(**{name: part for name, part in parts.items() if name in wanted})
         self.now = 0.0
+        self._messages = 0
         self.producers, self.consumers = (P0, P1)[:tp], (D0, D1)[:tp]
         self.start(PRODUCER, self.producers)
         self.start(CONSUMER, self.consumers)
@@ -89,8 +114,8 @@ class History:
 
     def see(self, event: Observed) -> None:
         """Feed one event."""
-        self.ledger.observe(event)
-        self.checker.observe(event)
+        for one in (self.ledger, self.letters, self.wakes, self.checker):
+            one.observe(event)
 
     def _tick(self) -> float:
         self.now += 1.0
@@ -114,6 +139,14 @@ class History:
         """A rank tells its host."""
         for result in results:
             self.see(Reported(self._tick(), rank, result))
+
+    def say(self, rank: PeerName, to: PeerName, message: AnyMessage, *, arrives: bool = True) -> None:
+        """A rank sends a message, which arrives in the same second or never."""
+        (payload,) = Encoder(1 << 16).encode(message)
+        self._messages += 1
+        at_seconds = self._tick()
+        self.see(MessageSent(at_seconds, rank, to, self._messages, payload))
+        self.see(MessageEnded(at_seconds, rank, to, self._messages, arrives))
 
     def take(self, engine: EngineId, *blocks: int, owner: str = "request") -> None:
         """A pool gives blocks out."""

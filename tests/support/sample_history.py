@@ -22,7 +22,7 @@ class History:
     def __init__(self, start_seconds: float = 2.0) -> None:
         self.at = start_seconds
         self.events: list[ev.Observed] = []
-        self._messages = 0
+        self.messages = 0
 
     def later(self, milliseconds: float) -> History:
         """Let time go by."""
@@ -40,10 +40,10 @@ class History:
         self.add(ev.Reported(self.at, rank, result))
 
     def send(self, rank: PeerName, target: PeerName, message: msg.AnyMessage) -> int:
-        self._messages += 1
+        self.messages += 1
         for payload in _encoder.encode(message):
-            self.add(ev.MessageSent(self.at, rank, target, self._messages, payload))
-        return self._messages
+            self.add(ev.MessageSent(self.at, rank, target, self.messages, payload))
+        return self.messages
 
     def arrive(self, rank: PeerName, target: PeerName, number: int, *, arrived: bool = True) -> None:
         self.add(ev.MessageEnded(self.at, rank, target, number, arrived))
@@ -78,6 +78,27 @@ def one_transfer(*, fails: bool = False) -> list[ev.Observed]:
     history.command(P_RANK, cmd.Finish(OURS))
     history.later(0.5).add(ev.Posted(history.at, P_RANK, D_RANK, 2, (3,), (7,)))
     (_fail if fails else _succeed)(history)
+    return history.events
+
+
+RENEWALS = 40
+"""Of a transfer that hangs."""
+
+
+def hanging(*, renewals: int = RENEWALS, deadline_seconds: float = 1e9) -> list[ev.Observed]:
+    """A transfer whose last slice never comes, though it is renewed every half second."""
+    history = History()
+    history.events = [event for event in one_transfer() if event.at_seconds < 2.05]
+    history.at = history.events[-1].at_seconds
+    history.add(ev.Healed(history.at, deadline_seconds))
+    history.messages = 100
+    for _ in range(renewals):
+        renew = msg.Renew(transfers=((OURS, CONSUMER, 1),), write_seconds=10.0, mark=77.0)
+        number = history.later(500).send(D_RANK, P_RANK, renew)
+        history.later(2).arrive(D_RANK, P_RANK, number)
+        answer = msg.Status(transfers=(msg.TransferStatus(OURS, CONSUMER, "writing", 8),), mark=77.0)
+        number = history.send(P_RANK, D_RANK, answer)
+        history.later(2).arrive(P_RANK, D_RANK, number)
     return history.events
 
 

@@ -36,6 +36,17 @@ class SoakServer:
     breaks: bool = False
     """It closes the connection instead of answering."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    health: dict[str, Any] | None = None
+    """What `/health` says; None answers something that cannot be read."""
+    health_asked: int = 0
+
+    async def well(self, request: web.Request) -> web.StreamResponse:
+        """`GET /health`, as the router answers it."""
+        del request
+        self.health_asked += 1
+        if self.health is None:
+            return web.Response(text="[]")
+        return web.json_response(self.health, status=200 if self.health.get("ready") else 503)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/completions`."""
@@ -73,6 +84,7 @@ async def serving(server: SoakServer) -> AsyncIterator[str]:
     """Where it answers, on a free port of the loopback interface."""
     application = web.Application()
     application.router.add_post("/v1/completions", server.answer)
+    application.router.add_get("/health", server.well)
     runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     try:

@@ -120,6 +120,7 @@ class Agent:
 
     def _run(self) -> None:
         _name_thread()
+        parent = ParentWatch()
         try:
             transport = self._make_transport(self._identity.peer)
             transport.register(self._cache.regions)
@@ -134,6 +135,7 @@ class Agent:
                 self._desk.deliver,
                 self._stats,
                 self._clock,
+                parent.check_now,
             )
         except Exception as error:  # noqa: BLE001 - handed to the thread that called start
             self._desk.fail(error)
@@ -141,7 +143,6 @@ class Agent:
             return
         self._ready.set()
         try:
-            parent = ParentWatch()
             while not (loop.closing and loop.quiet):
                 # What is in flight then is left to the end of the process; nothing new may follow it.
                 parent.check()

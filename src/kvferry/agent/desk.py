@@ -129,4 +129,4 @@ class Desk:
         waiting += [(item, item.start) for item in self.inbox.drain() if isinstance(item, Receive)]
         for one, start in waiting:
             reason = because(CLOSED, error)
-            self._outbox.put(ReceiveFailed(one.transfer, one.consumer, reason, start, fenced=False))
+            self.deliver(ReceiveFailed(one.transfer, one.consumer, reason, start, fenced=False))

@@ -30,6 +30,8 @@ class RankEntry(msgspec.Struct, frozen=True, kw_only=True):
     peer: str
     metadata: bytes
     cache: bytes
+    ends_with_engine: bool = True
+    """Whether it ends within a moment (`Limits.orphan_seconds`) of its engine; see `agent.parent`."""
 
 
 class Directory(msgspec.Struct, frozen=True, kw_only=True):

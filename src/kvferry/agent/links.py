@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvferry.agent.directory import Directory
+from kvferry.agent.idle import Connections
 from kvferry.errors import GeometryError, KvferryError, PeerError
 from kvferry.ids import EngineId, Incarnation, PeerName, Rank, peer_name
 from kvferry.layout.compare import compare
@@ -25,9 +26,6 @@ from kvferry.protocol.limits import Limits
 from kvferry.protocol.messages import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Hello
 from kvferry.protocol.outputs import Link, PeerFacts
 from kvferry.transport.base import Transport
-
-PEERS_MAX = 4096
-"""Peers that are remembered; beyond it the longest unused one without a link is forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +83,15 @@ class Links:
     ours: CacheSpec
     limits: Limits
     transport: Transport
+    connections: Connections
     _writable: OrderedDict[PeerName, _Writable] = field(default_factory=OrderedDict)
 
     # --- as a consumer ---------------------------------------------------------------------------
 
-    def open(self, source: Source, directory: Directory) -> tuple[Link, ...]:
+    def open(self, source: Source, directory: Directory, make_room: Callable[[], bool]) -> tuple[Link, ...]:
         """Connect to the producer's ranks that hold our KV; each has to be greeted.
+
+        `make_room` is asked before each new connection, and says whether there is room for it.
 
         Raises:
             GeometryError: the caches cannot be joined; all differing fields are in the text.
@@ -108,9 +109,11 @@ class Links:
             self._check(theirs)
             joint = plan(theirs, self.ours)
             peer = PeerName(entry.peer)
-            self.transport.connect(peer, entry.metadata)
+            if peer not in self.connections and not make_room():
+                raise PeerError(self._no_room())
+            self._connect(peer, entry.metadata)
             block_bytes = tuple(joint.bytes_per_block(group) for group in range(len(joint.groups)))
-            links.append(Link(peer, sharers(rank, consumer, producer), block_bytes))
+            links.append(Link(peer, sharers(rank, consumer, producer), block_bytes, entry.ends_with_engine))
         return tuple(links)
 
     def hello(self) -> Hello:
@@ -129,15 +132,19 @@ class Links:
 
     # --- as a producer ---------------------------------------------------------------------------
 
-    def welcome(self, peer: PeerName, hello: Hello) -> PeerFacts:
+    def welcome(self, peer: PeerName, hello: Hello, *, has_room: bool = True) -> PeerFacts:
         """Connect back to a consumer rank and make the plan for writing to it.
+
+        Without room it is connected to only to be told so.
 
         Raises:
             GeometryError, PeerError, TransportError: it cannot be written to; the text says why.
         """
         if peer != peer_name(hello.engine, hello.incarnation, Rank(hello.pp, hello.tp)):
             raise PeerError(f"Hello of {hello.engine} came from {peer}")
-        self.transport.connect(peer, hello.metadata)
+        self._connect(peer, hello.metadata)
+        if not has_room:
+            raise PeerError(self._no_room())
         if hello.version < PROTOCOL_VERSION_MIN or hello.version_min > PROTOCOL_VERSION:
             raise PeerError(
                 f"protocol version {hello.version_min} to {hello.version}, "
@@ -148,7 +155,6 @@ class Links:
         joint = plan(self.ours, theirs)
         self._writable[peer] = _Writable(hello, joint)
         self._writable.move_to_end(peer)
-        self._trim()
         return PeerFacts(
             block_tokens=tuple(group.block_tokens for group in theirs.groups),
             slice_tokens=self._slice_tokens(joint),
@@ -195,12 +201,22 @@ class Links:
         writable = self._writable.get(peer)
         if writable is not None:
             writable.linked = False
+            self._writable.move_to_end(peer)
+            self._trim()
         self.transport.disconnect(peer)
+        self.connections.closed(peer)
 
     def forget(self, peer: PeerName) -> None:
         """A peer is gone for good."""
         self.disconnect(peer)
         self._writable.pop(peer, None)
+
+    def _no_room(self) -> str:
+        return f"{self.limits.links_max} other ranks are linked and needed, the limit is links_max"
+
+    def _connect(self, peer: PeerName, metadata: bytes) -> None:
+        self.transport.connect(peer, metadata)
+        self.connections.opened(peer)
 
     def _check(self, theirs: CacheSpec) -> None:
         problems = compare(self.ours, theirs)
@@ -221,12 +237,9 @@ class Links:
         return min(tokens)
 
     def _trim(self) -> None:
-        if len(self._writable) <= PEERS_MAX:
-            return
-        for peer, writable in self._writable.items():
-            if not writable.linked:
-                del self._writable[peer]
-                return
+        unlinked = [peer for peer, writable in self._writable.items() if not writable.linked]
+        for peer in unlinked[: -self.limits.hellos_max]:
+            del self._writable[peer]
 
 
 def describe(error: Exception) -> str:

@@ -13,9 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.agent.directory import Directory
+from kvferry.agent.idle import Connections
 from kvferry.agent.links import Identity, Links, Resolver
 from kvferry.agent.mail import Mail
 from kvferry.agent.mailbox import Gated, Mailbox
+from kvferry.agent.parked import Parked
 from kvferry.agent.peers import Peers
 from kvferry.agent.posting import Posts
 from kvferry.agent.stats import Stats
@@ -85,7 +87,9 @@ class Loop:
         outbox: Callable[[Result], None],
         stats: Stats,
         clock: Callable[[], float],
+        before_post: Callable[[], None] | None = None,
     ) -> None:
+        """`before_post` is called before each post, and raises when nothing may be posted any more."""
         block_tokens = tuple(group.block_tokens for group in cache.groups)
         encoder = Encoder(transport.notification_bytes_max)
         self.producer = ProducerCore(limits, block_tokens)
@@ -94,17 +98,19 @@ class Loop:
         self._mail = Mail(transport, encoder, stats)
         self._decoder = Decoder(limits.message_bytes_max)
         self._peers = Peers(
-            Links(identity, cache, limits, transport),
+            Links(identity, cache, limits, transport, Connections(limits.idle_seconds, clock)),
             self._mail,
             self._decoder,
             self.producer,
             self.consumer,
             stats,
             clock,
+            Parked(limits, lambda message: sum(map(len, encoder.encode(message)))),
         )
         self._posts = Posts(transport, self.producer, stats, lambda message: _single(encoder, message))
         self._transport, self._resolver, self._clock = transport, resolver, clock
         self._inbox, self._outbox = inbox, outbox
+        self._before_post = before_post
         self._gated: deque[Gated] = deque()
         self._closing = False
         self._heard_at = clock()
@@ -139,6 +145,7 @@ class Loop:
         self._post()
         self._carry_out()
         self._peers.leave(self._posts.peers)
+        self._peers.rest()
         self.report()
         pause = self._pause()
         self._due_at = self._clock() + pause
@@ -179,19 +186,29 @@ class Loop:
         for notification in self._transport.receive():
             self.stats.messages_received += 1
             self._heard_at = self._clock()
+            # A part of a message is a sign of life, too.
+            self._peers.links.connections.used(notification.peer, self._heard_at)
             try:
                 message = self._decoder.decode(notification.peer, notification.payload)
-                if message is not None:
-                    self._handle(notification.peer, message)
             except PeerError as error:
                 self._complain(notification.peer, str(error))
+                continue
+            if message is not None:
+                self._handle_or_complain(notification.peer, message)
+
+    def _handle_or_complain(self, peer: PeerName, message: AnyMessage) -> None:
+        try:
+            self._handle(peer, message)
+        except PeerError as error:
+            self._complain(peer, str(error))
 
     def _handle(self, peer: PeerName, message: AnyMessage) -> None:
         now = self._clock()
         self.consumer.handle_heard(peer, now)
         self._peers.heard(peer, now)
         if isinstance(message, Hello):
-            self._peers.welcome(peer, message)
+            for earlier in self._peers.welcome(peer, message):
+                self._handle_or_complain(peer, earlier)
         elif isinstance(message, HelloRefused):
             self._peers.refused(peer, message)
         elif isinstance(message, Complaint):
@@ -244,6 +261,8 @@ class Loop:
 
     def _post(self) -> None:
         while not self._closing and (piece := self.producer.next_slice(self._clock())) is not None:
+            if self._before_post is not None:
+                self._before_post()
             lost = self._posts.post(piece, self._peers.plan_for(piece.peer), self._clock())
             if lost is not None:
                 self._peers.lose([(piece.peer, str(lost))])

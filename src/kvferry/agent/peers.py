@@ -6,15 +6,15 @@ Belongs to the agent's thread.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.agent.directory import Directory
 from kvferry.agent.links import Links, describe
 from kvferry.agent.mail import Mail
+from kvferry.agent.parked import Parked
 from kvferry.agent.stats import Stats
-from kvferry.errors import KvferryError, PeerError, PeerGoneError
+from kvferry.errors import KvferryError, PeerGoneError
 from kvferry.ids import PeerName
 from kvferry.layout.plan import CopyPlan
 from kvferry.protocol.codec import Decoder
@@ -25,11 +25,6 @@ from kvferry.protocol.producer import ProducerCore
 from kvferry.protocol.reasons import PEER_LOST, because
 
 logger = logging.getLogger(__name__)
-
-PARKED_PEERS_MAX = 64
-"""Peers whose messages are kept while their Hello is missing; beyond it the oldest are dropped."""
-PARKED_MESSAGES_MAX = 256
-"""Messages kept per such peer; more are a `PeerError`."""
 
 
 @dataclass(slots=True)
@@ -43,7 +38,7 @@ class Peers:
     consumer: ConsumerCore
     stats: Stats
     clock: Callable[[], float]
-    _parked: OrderedDict[PeerName, list[AnyMessage]] = field(default_factory=OrderedDict)
+    parked: Parked
     _leaving: set[PeerName] = field(default_factory=set)
     _rivals: dict[PeerName, float] = field(default_factory=dict)
     """Linked incarnations of one rank, while there are several, and when each last spoke."""
@@ -58,6 +53,7 @@ class Peers:
 
     def send(self, peer: PeerName, message: AnyMessage) -> None:
         """Send a message; a peer that turns out to be gone is dropped."""
+        self.links.connections.used(peer, self.clock())
         reason = self.mail.send(peer, message)
         if reason is not None:
             self.lose([(peer, reason)])
@@ -68,7 +64,7 @@ class Peers:
         """Whether a consumer's message can be handled now; else it is kept for its sender's Hello.
 
         Raises:
-            PeerError: too many are kept already.
+            PeerError: too much is kept already.
         """
         if self.is_linked(peer):
             return True
@@ -76,24 +72,20 @@ class Peers:
         if hello is not None:
             self.welcome(peer, hello)
             return self.is_linked(peer)
-        parked = self._parked.setdefault(peer, [])
-        if len(parked) >= PARKED_MESSAGES_MAX:
-            raise PeerError(f"{type(message).__name__} before Hello")
-        parked.append(message)
-        while len(self._parked) > PARKED_PEERS_MAX:
-            self._parked.popitem(last=False)
+        self.parked.keep(peer, message, self.clock())
         return False
 
-    def welcome(self, peer: PeerName, hello: Hello) -> None:
-        """A consumer rank introduces itself."""
-        parked = self._parked.pop(peer, [])
+    def welcome(self, peer: PeerName, hello: Hello) -> list[AnyMessage]:
+        """A consumer rank introduces itself; what it had said before, and can be handled now."""
+        parked = self.parked.take(peer)
+        has_room = peer in self.links.connections or self._make_room()
         try:
-            facts = self.links.welcome(peer, hello)
+            facts = self.links.welcome(peer, hello, has_room=has_room)
         except KvferryError as error:
             self.stats.hellos_refused += 1
             logger.warning("%s refused: %s", peer, error)
-            self._refuse(peer, describe(error))
-            return
+            self.send(peer, HelloRefused(reason=describe(error)))
+            return []
         self.producer.handle_link(peer, facts)
         # A retired one that says Hello again is the living one after all.
         self._leaving.discard(peer)
@@ -103,12 +95,7 @@ class Peers:
             # be read after its successor's. The dead one is the one that falls silent.
             self._rivals.setdefault(other, now)
             self._rivals[peer] = now
-        for message in parked:
-            self.producer.handle_message(peer, message, self.clock())
-
-    def _refuse(self, peer: PeerName, reason: str) -> None:
-        silent = not self.is_linked(peer) and not self.producer.writes_to(peer)
-        self.send(peer, HelloRefused(reason=reason, silent=silent))
+        return parked
 
     def heard(self, peer: PeerName, now: float) -> None:
         """A peer has said something; an incarnation of it that has not for long has been replaced by it."""
@@ -129,7 +116,7 @@ class Peers:
             self._unresolved(source, answer)
             return
         try:
-            links = self.links.open(source, answer)
+            links = self.links.open(source, answer, self._make_room)
         except KvferryError as error:
             self._unresolved(source, error)
             return
@@ -145,15 +132,9 @@ class Peers:
     # --- going down ------------------------------------------------------------------------------
 
     def refused(self, peer: PeerName, refusal: HelloRefused) -> None:
-        """A producer rank will not write to us; only a silent one is as good as gone."""
+        """A rank will not talk to us. What we said while that was under way may have been welcomed."""
         self.stats.hellos_refused += 1
-        if refusal.silent:
-            logger.warning("%s has refused us: %s", peer, refusal.reason)
-            self._tear_down(peer)
-            self.producer.handle_peer_lost(peer, refusal.reason, self.clock())
-            self.consumer.handle_peer_silenced(peer, refusal.reason, self.clock())
-        else:
-            self.disconnect(peer, refusal.reason)
+        self.disconnect(peer, refusal.reason)
 
     def lose(self, lost: list[tuple[PeerName, str]]) -> None:
         """The transport says that our connections to these peers have broken; the peers may live."""
@@ -184,7 +165,7 @@ class Peers:
             self.consumer.handle_peer_dead(peer, because(PEER_LOST, "its engine has started anew"), now)
             return
         try:
-            self.links.open(source, directory)
+            self.links.open(source, directory, self._make_room)
         except KvferryError as error:
             logger.warning("%s lives, and cannot be linked again: %s", peer, error)
             self.consumer.handle_no_evidence(peer)
@@ -205,10 +186,42 @@ class Peers:
         self.consumer.handle_disconnected(peer, reason, self.clock())
 
     def _tear_down(self, peer: PeerName) -> None:
+        self._let_go(peer)
+        self.decoder.forget(peer)
+
+    def _let_go(self, peer: PeerName) -> None:
         self.links.disconnect(peer)
         self._rivals.pop(peer, None)
         self.mail.forget(peer)
-        self.decoder.forget(peer)
+
+    def rest(self) -> None:
+        """Give up links that were idle for long, and what strangers have said too long ago."""
+        now = self.clock()
+        self.parked.expire(now)
+        # Consumers forget a link first: who speaks first on a new one is the consumer, with its Hello.
+        idle = list(self.links.connections.idle(now, self.links.is_linked))
+        if idle:
+            needed = _needed(self.producer, self.consumer)
+            for peer in idle:
+                if peer not in needed:
+                    self._give_up(peer, "it was idle")
+
+    def _make_room(self) -> bool:
+        """See to it that one more peer may be connected to; False when all that are linked are needed."""
+        connections = self.links.connections
+        while len(connections) >= self.links.limits.links_max:
+            peer = connections.longest_idle(_needed(self.producer, self.consumer))
+            if peer is None:
+                return False
+            self._give_up(peer, "others need its place")
+        return True
+
+    def _give_up(self, peer: PeerName, reason: str) -> None:
+        logger.info("the link to %s is given up: %s", peer, reason)
+        # What has come of a message is kept: it may be the peer's next Hello.
+        self._let_go(peer)
+        self.producer.handle_peer_lost(peer, reason, self.clock())
+        self.consumer.handle_disconnected(peer, reason, self.clock())
 
     def _retire(self, peer: PeerName, now: float) -> None:
         """Another incarnation of it speaks, and this one does not any more: nothing is owed to it."""
@@ -228,3 +241,8 @@ class Peers:
             self._leaving.discard(peer)
             self.links.forget(peer)
             self.mail.forget(peer)
+
+
+def _needed(producer: ProducerCore, consumer: ConsumerCore) -> set[PeerName]:
+    """Peers that a transfer has to do with."""
+    return producer.peers() | consumer.state.peers.keys()

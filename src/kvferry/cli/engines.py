@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,6 +109,7 @@ def bring_up(fleet: Fleet, deployment: Deployment, *, startup_seconds: float) ->
         UsageError: something is missing or taken on this machine.
         FleetError: a server ended or was not ready in time.
     """
+    _check(deployment, startup_seconds)
     router_port = claim_port(deployment.host, deployment.port)
     engines = engine_specs(deployment)
     fleet.start(engines)
@@ -120,6 +123,22 @@ def bring_up(fleet: Fleet, deployment: Deployment, *, startup_seconds: float) ->
     fleet.wait_ready(startup_seconds)
     reference = engines[-1].url if deployment.reference else None
     return Endpoints(router.url, urls["prefill"], urls["decode"], reference)
+
+
+def _check(deployment: Deployment, startup_seconds: float) -> None:
+    """That what is common to all commands that start engines can work."""
+    if not 0 < startup_seconds < math.inf:
+        raise UsageError(
+            f"--startup-seconds must be greater than 0, and have an end, not {startup_seconds:g}; "
+            "engines take tens of seconds to load"
+        )
+    try:
+        deployment.logs.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=deployment.logs).close()
+    except OSError as error:
+        raise UsageError(
+            f"--log-dir {deployment.logs} takes no files: {error.strerror}; name another directory"
+        ) from error
 
 
 def engine_specs(deployment: Deployment) -> list[ServerSpec]:

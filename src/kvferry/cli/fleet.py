@@ -98,7 +98,8 @@ class Fleet:
             if now - reported > REPORT_INTERVAL_SECONDS:
                 reported = now
                 names = ", ".join(server.spec.name for server in waiting if not server.ready)
-                self._report(f"waiting for {names} ({now - began:.0f} s)")
+                if names:
+                    self._report(f"waiting for {names} ({now - began:.0f} s)")
 
     def watch(self, seconds: float | None = None) -> None:
         """Sleep until a server ends, which raises `FleetError`, or until the time is over."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib
 import os
 import signal
@@ -52,7 +53,9 @@ EXTRAS = {"numpy": "sim", "matplotlib": "bench", "vllm": "vllm", "torch": "vllm"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (the process's own by default) and return its exit code."""
     try:
-        return _run(list(sys.argv[1:] if arguments is None else arguments))
+        code = _run(list(sys.argv[1:] if arguments is None else arguments))
+        # Here, where an error can be told; at exit it could not.
+        sys.stdout.flush()
     except UsageError as error:
         print(f"kvferry: {error}", file=sys.stderr)
         return 2
@@ -62,16 +65,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever reads our output has enough, as `head` has. Nothing more may be written at exit either.
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever reads our output has enough, as `head` has.
+        _say_no_more()
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = error.filename or "the output"
+        print(f"kvferry: {where} could not be written: {error.strerror}; make room first", file=sys.stderr)
+        _say_no_more()
+        return 1
     except ModuleNotFoundError as error:
         extra = EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:
             raise
         print(f"kvferry: this command needs {error.name}: pip install 'kvferry[{extra}]'", file=sys.stderr)
         return 2
+    else:
+        return code
+
+
+def _say_no_more() -> None:
+    """Nothing may be written at exit either."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(arguments: list[str]) -> int:

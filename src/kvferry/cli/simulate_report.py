@@ -6,12 +6,18 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, TextIO
 
+from kvferry.simulator.ground.outcome import broken_words, findings, plain
+
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvferry.simulator.ground.options import Options
-    from kvferry.simulator.ground.outcome import Outcome, Violation
+    from kvferry.simulator.ground.outcome import Finding, Outcome, Violation
+    from kvferry.simulator.trials.batch import Tally
     from kvferry.simulator.trials.mutation import Mutant, Verdict
     from kvferry.simulator.trials.shrink import Shrunk
 
@@ -67,69 +73,157 @@ class Progress:
         return f"{passed:.0f} s, {passed / done * (self._total - done):.0f} s left"
 
 
-def replay_command(seed: int, options: Options) -> str:
+def replay_command(seed: int, options: Options, *, mutant: str = "") -> str:
     """What shows one history again."""
     words = ["kvferry", "simulate", "--replay", str(seed), "--world", options.world]
     if options.faults != type(options)().faults:
         words += ["--faults", ",".join(sorted(options.faults)) or "none"]
     if options.drop:
         words += ["--drop", number_words(options.drop)]
+    if mutant:
+        words += ["--mutants", mutant]
     return shlex.join(words)
 
 
 def number_words(numbers: Iterable[int]) -> str:
     """Numbers as `--drop` takes them: `1-3,7`."""
-    runs: list[list[int]] = []
+    runs: list[range] = []
     for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
+        if runs and number == runs[-1].stop:
+            runs[-1] = range(runs[-1].start, number + 1)
         else:
-            runs.append([number, number])
-    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+            runs.append(range(number, number + 1))
+    return range_words(runs)
+
+
+def range_words(ranges: Iterable[range]) -> str:
+    """Ranges as `1-3,7`."""
+    return ",".join(f"{one[0]}" if len(one) == 1 else f"{one[0]}-{one[-1]}" for one in ranges)
+
+
+def count_words(number: int, noun: str) -> str:
+    """A number and what it counts, in its plural where that is due."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def say(lines: Iterable[str], progress: Progress | None = None) -> None:
+    """Print lines at once, instead of a bar of progress."""
+    if progress is not None:
+        progress.clear()
+    print("\n".join(lines), flush=True)
+
+
+def violations_found(tally: Tally) -> str:
+    """How many violations, in how many seeds."""
+    if not tally.failed_seeds:
+        return "0 violations"
+    return f"{count_words(tally.violations, 'violation')} in {count_words(tally.failed_seeds, 'seed')}"
+
+
+def tally_figures(tally: Tally, missing: int) -> tuple[str, ...]:
+    """What many seeds came to."""
+    return (
+        count_words(tally.seeds, "seed"),
+        f"{missing:,} without a result" if missing else "",
+        violations_found(tally),
+        count_words(tally.transfers, "transfer"),
+        f"{tally.events:,} events in {tally.virtual_seconds:,.0f} s of virtual time",
+    )
+
+
+def last_line(word: str, *figures: str, seconds: float) -> str:
+    """How every run of the command ends: one word, its figures, its duration."""
+    return f"{word}: {', '.join(filter(None, figures))}, {seconds:.1f} s"
 
 
 def failure_lines(outcome: Outcome, options: Options) -> list[str]:
     """A failing seed, why, and how to see it again."""
-    lines = [
-        f"seed {outcome.seed}: {violation_words(violation)}"
-        for violation in outcome.violations[:VIOLATIONS_SHOWN_MAX]
-    ]
-    more = len(outcome.violations) - VIOLATIONS_SHOWN_MAX
+    found = findings(outcome.violations)
+    lines: list[str] = []
+    for finding in found[:VIOLATIONS_SHOWN_MAX]:
+        lines += finding_lines(finding, f"seed {outcome.seed}: ")
+    more = len(found) - VIOLATIONS_SHOWN_MAX
     if more > 0:
-        lines.append(f"seed {outcome.seed}: and {more} more violations")
+        lines.append(f"seed {outcome.seed}: and {count_words(more, 'more violation')}")
     return [*lines, f"    {replay_command(outcome.seed, options)}"]
+
+
+def finding_lines(finding: Finding, head: str, *, consequences_max: int = 0) -> list[str]:
+    """A violation, and what follows from it: how much, and that many of it in words."""
+    lines = [head + violation_words(finding.violation)]
+    if finding.consequences:
+        promises = Counter(one.promise for one in finding.consequences)
+        counts = ", ".join(f"{count} of {broken_words(one)}" for one, count in sorted(promises.items()))
+        lines.append(f"    and what else is unfinished then: {counts}")
+    told = finding.consequences[:consequences_max]
+    more = len(finding.consequences) - len(told)
+    lines += [f"        {violation_words(one)}" for one in told]
+    return [*lines, f"        and {more} more; --verbose names them"] if told and more else lines
 
 
 def violation_words(violation: Violation) -> str:
     """Which promise was broken, when, and how."""
-    when = f"{violation.at_seconds:.6f} s" if math.isfinite(violation.at_seconds) else "the end"
-    return f"promise {violation.promise} at {when}: {violation.what}"
+    if not math.isfinite(violation.at_seconds):
+        when = "at the end"
+    elif violation.unfinished:
+        when = f"from {violation.at_seconds:.6f} s to the end"
+    else:
+        when = f"at {violation.at_seconds:.6f} s"
+    return f"{broken_words(violation.promise)} {when}: {plain(violation.what)}"
 
 
 def shrunk_lines(shrunk: Shrunk) -> list[str]:
     """What is left of a failing seed."""
-    seed = shrunk.outcome.seed
+    seed, before = shrunk.outcome.seed, shrunk.items_before
+    if not before:
+        return [
+            f"seed {seed}: it broke before its first request or fault, so there is nothing to leave out; "
+            "the command above shows it"
+        ]
     if not shrunk.items:
-        return [f"seed {seed}: not shrunk, it broke before anything had a number"]
-    head = (
-        f"seed {seed}: {shrunk.items_before} workload items and faults shrunk to {len(shrunk.items)} "
-        f"in {shrunk.runs} runs"
-    )
+        head = (
+            f"seed {seed}: it still breaks with all {before} requests and faults left out. What remains "
+            "always happens: engines start, and at the end one transfer from each to each must work"
+        )
+        return [head, f"    {replay_command(seed, shrunk.options)}"]
+    enough = f"{len(shrunk.items)} of its {before} requests and faults are enough"
+    head = f"seed {seed}: {enough} ({shrunk.runs} runs)"
     items = [f"    {number}: {words}" for number, words in shrunk.items]
     return [head, *items, f"    {replay_command(seed, shrunk.options)}"]
 
 
-def mutant_lines(mutant: Mutant, verdict: Verdict) -> list[str]:
-    """A mutant's verdict."""
-    tried = f"{verdict.found:,} of {verdict.tried:,} seeds"
+def mutant_lines(mutant: Mutant, verdict: Verdict, options: Options) -> list[str]:
+    """A mutant's verdict, why, and how to see it."""
+    kind = ", planted blindly" if mutant.blind else ""
+    name = f"{mutant.name} (breaks promise {mutant.promise}{kind}): {mutant.what}"
+    if verdict.lost:
+        return [f"NOT TRIED {name}", *(f"    {line}" for line in verdict.lost.splitlines())]
+    after = f"{count_words(verdict.tried, 'seed')}, {verdict.seconds:.1f} s"
     if verdict.unsound:
-        tried += f" (not counting {verdict.unsound:,} that fail without it)"
-    kind = " (blind)" if mutant.blind else ""
-    if verdict.survived:
-        return [f"SURVIVED  {mutant.name}{kind}: found in {tried}; breaks {mutant.promise}: {mutant.what}"]
-    numbers = ", ".join(str(number) for number, _ in verdict.promises.most_common())
+        after += f"; {verdict.unsound:,} more fail without it too, and do not count"
+    if verdict.first_seed is None:
+        return [f"SURVIVED  {name}", f"    no seed has found it ({after})"]
+    broken = ", ".join(broken_words(number) for number, _ in verdict.promises.most_common())
+    found = "first found by" if verdict.found > 1 else "found by"
+    total = f"{verdict.found:,} of " if verdict.found > 1 else ""
     return [
-        f"found     {mutant.name}{kind}: in {tried}, first {verdict.first_seed}, by promise {numbers}; "
-        f"breaks {mutant.promise}: {mutant.what}",
-        f"              {verdict.example}",
+        f"found     {name}",
+        f"    {found} seed {verdict.first_seed}, by {broken} ({total}{after})",
+        f"    {plain(verdict.example)}",
+        f"    {replay_command(verdict.first_seed, options, mutant=mutant.name)}",
     ]
+
+
+def written(path: Path, text: str) -> str:
+    """Write a file; returns why it could not be, or nothing. The verdict has to be said in any case."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        return f"{path} was not written ({error.strerror})"
+    return ""
+
+
+def listed_lines(title: str, sentences: Mapping[str, str]) -> list[str]:
+    """Names and what they mean, one a line."""
+    width = max(map(len, sentences))
+    return [title, *(f"  {name:<{width}}  {sentence}" for name, sentence in sentences.items())]

@@ -10,12 +10,15 @@ Round by round one engine is killed (SIGKILL) or stopped for a while (SIGSTOP, S
   decoding  D has the KV and has sent the client its first tokens
   idle      no request runs, and every table is empty
 
-A killed engine is started again at the same address under the same id. After each round it is checked that
-no answer was wrong (tokens equal to those of the engine alone), every request was answered or told an error
-within its bound, a fault of P failed no request, nobody else ended, transfers are pushed again, all blocks
-are free, all tables are empty, and in the end that no survivor's memory grew. The exit code is 0 only if all
-of it holds.
+A killed engine is started again at the same address under the same id. While the only D is away its clients
+are refused, and wait until the router has one again. After each round it is checked that no answer was wrong
+(tokens equal to those of the engine alone), every request was answered or told an error within its bound, a
+fault of P failed no request, one of D only while D was away, nobody else ended, transfers are pushed again,
+all blocks are free and all tables are empty. In the end, that no survivor's memory grew: for that an engine
+has to live through 6 rounds, which 20 rounds allow for. The last line says how many answers were compared
+and whose memory was judged; the exit code is 0 only if all that was judged holds.
 
+  kvferry soak --rounds 4             both sides and both faults, at four stages; a minute or two each
   kvferry soak --rounds 20            every stage, side and fault once
   kvferry soak --minutes 20 --seed 7  for as long as asked
   kvferry soak --minutes 60 --prefill 2 --decode 2 --model ./model
@@ -33,13 +36,15 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.cli.engines import Deployment, Endpoints, bring_up
 from kvferry.cli.fleet import Fleet, termination_interrupts
-from kvferry.cli.soak_judge import Bounds, memory_growth, memory_problems, summary
+from kvferry.cli.soak_judge import Bounds, memory_growth, memory_problems
 from kvferry.cli.soak_load import Addresses, Load
-from kvferry.cli.soak_plan import Mix, plan_rounds
+from kvferry.cli.soak_plan import ROUNDS_WHOLE, Mix, plan_rounds
+from kvferry.cli.soak_report import INDENT, summary
 from kvferry.cli.soak_rounds import Rounds
 from kvferry.cli.tiny_model import write_tiny_model
 from kvferry.cli.up import checked_model
@@ -63,7 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="M",
         help=f"start no round after so long (default: {MINUTES_DEFAULT:g}, or no limit with --rounds)",
     )
-    parser.add_argument("--rounds", type=int, metavar="N", help="end after so many rounds")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        metavar="N",
+        help=f"end after so many rounds; to judge memory takes {ROUNDS_WHOLE}",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="default: %(default)s")
     parser.add_argument(
         "--model",
@@ -85,16 +95,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Run the rounds and print one line each, then the summary."""
+    """Run the rounds, tell of each what happened, then the summary."""
     if namespace.seed < 0:
         raise UsageError(f"--seed must not be negative, {namespace.seed} is")
     goes_on = duration(namespace)
-    with termination_interrupts(), _model(namespace) as model, Fleet(report=_say) as fleet:
+    progress = _Progress()
+    with termination_interrupts():
+        try:
+            return _soak(namespace, goes_on, progress)
+        except KeyboardInterrupt:
+            _say(f"INTERRUPTED: {progress.stage}")
+            return INTERRUPTED
+
+
+def _soak(
+    namespace: argparse.Namespace, goes_on: Callable[[], Callable[[], bool]], progress: _Progress
+) -> int:
+    with _model(namespace) as model, Fleet(report=progress) as fleet:
         context = context_tokens(model)
         deployment = soak_deployment(namespace, model, context)
         endpoints = bring_up(fleet, deployment, startup_seconds=namespace.startup_seconds)
         bounds = default_bounds(endpoints)
         _say(f"\nseed {namespace.seed}; {bounds.text}\n")
+        progress.indent = INDENT
         # Each from its own, or what a round draws would depend on the load's pace.
         mix, victims = (Mix(f"{who} {namespace.seed}", context) for who in ("clients", "victims"))
         with Load(_addresses(endpoints), mix, bound_seconds=bounds.request_seconds) as load:
@@ -106,10 +129,13 @@ def run(namespace: argparse.Namespace) -> int:
                 bounds=bounds,
                 startup_seconds=namespace.startup_seconds,
                 report=_say,
+                count=namespace.rounds,
             )
             plans = itertools.islice(plan_rounds(namespace.seed), namespace.rounds)
             interrupted = _strike(lambda: rounds.strike_all(plans, goes_on()))
-        return _conclude(rounds, interrupted=interrupted)
+        code = _conclude(rounds, interrupted=interrupted)
+        progress.stage = "while the servers were stopped; the verdict on the rounds is above"
+        return code
 
 
 def _strike(work: Callable[[], None]) -> bool:
@@ -124,10 +150,9 @@ def _strike(work: Callable[[], None]) -> bool:
 def _conclude(rounds: Rounds, *, interrupted: bool) -> int:
     findings = rounds.findings
     problems = [*findings.problems, *memory_problems(memory_growth(findings.rounds))]
-    if not findings.rounds and not interrupted:
+    if not findings.rounds and not problems and not interrupted:
         problems.append("no round was finished")
-    _say("\ninterrupted" if interrupted else "")
-    _say("\n".join(summary(findings.rounds, problems)))
+    _say("\n".join(["", *summary(findings.rounds, problems, interrupted=interrupted)]))
     if problems:
         return 1
     return INTERRUPTED if interrupted else 0
@@ -224,6 +249,18 @@ def _model(namespace: argparse.Namespace) -> Iterator[Path]:
 def _addresses(endpoints: Endpoints) -> Addresses:
     assert endpoints.reference is not None
     return Addresses(endpoints.router, endpoints.reference, MODEL_NAME)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What the fleet reports; while rounds run, it belongs to one of them."""
+
+    indent: str = ""
+    stage: str = "before the first round, while the servers were started"
+    """When an interrupt ends the whole command, and not only its rounds."""
+
+    def __call__(self, line: str) -> None:
+        _say(self.indent + line)
 
 
 def _say(line: str) -> None:

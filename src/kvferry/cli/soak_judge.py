@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.cli.soak_client import Kind
 from kvferry.cli.soak_load import Outcome
-from kvferry.cli.soak_plan import STOP_SECONDS_MAX, Fault, RoundPlan, Target
+from kvferry.cli.soak_plan import STOP_SECONDS_MAX, RoundPlan, Target
 from kvferry.protocol.fences import CLOCK_DRIFT_MAX
 from kvferry.protocol.limits import Limits
 
@@ -19,6 +19,8 @@ COMPUTE_SECONDS = 90.0
 REFERENCE, ROUTER = "reference", "router"
 MEMORY_ALLOWANCE_BYTES = 96 * MEBIBYTE
 """Between a server's early and late rounds, beyond what the engine without kvferry grew by."""
+TOLD_MAX = 3
+"""Requests of one kind that a round's problems tell one by one."""
 MEMORY_ROUNDS_MIN = 6
 """A server's life must hold so many rounds for its memory to be judged."""
 
@@ -75,6 +77,7 @@ class RoundResult:
     seen: bool = True
     """Whether it was seen to be at the plan's stage; else the stage was missed."""
     outcomes: tuple[Outcome, ...]
+    struck_at: float
     away_seconds: float
     """From the fault until the engine answered again."""
     pushed_again_seconds: float | None
@@ -91,6 +94,18 @@ class RoundResult:
         """Requests of these kinds."""
         return sum(outcome.kind in kinds for outcome in self.outcomes)
 
+    def is_excused(self, outcome: Outcome) -> bool:
+        """Whether it failed because D was away: nobody could decode, or its stream had begun on that D."""
+        if outcome.kind is not Kind.FAILED or self.plan.target is not Target.DECODE:
+            return False
+        recovered = math.inf if self.recovered_at is None else self.recovered_at
+        return outcome.began < recovered and outcome.began + outcome.seconds >= self.struck_at
+
+    @property
+    def excused(self) -> int:
+        """How many failed because D was away."""
+        return sum(map(self.is_excused, self.outcomes))
+
 
 Judge = Callable[[RoundResult, Bounds], list[str]]
 
@@ -98,31 +113,28 @@ Judge = Callable[[RoundResult, Bounds], list[str]]
 def judge_answers(result: RoundResult, bounds: Bounds) -> list[str]:
     """No wrong answer."""
     del bounds
-    return [f"wrong answer: {_told(o)}" for o in result.outcomes if o.kind is Kind.WRONG]
+    return _some("wrong answer", (o for o in result.outcomes if o.kind is Kind.WRONG))
 
 
 def judge_ends(result: RoundResult, bounds: Bounds) -> list[str]:
     """Every request ends within its bound, by an answer or an explicit error."""
-    found = [f"no answer and no error: {_told(o)}" for o in result.outcomes if o.kind is Kind.SILENT]
-    found += [
-        f"a well-formed request was rejected: {_told(o)}" for o in result.outcomes if o.kind is Kind.REJECTED
+    bound = bounds.request_seconds
+    late = (o for o in result.outcomes if o.kind is Kind.LATE or o.seconds > bound + 1.0)
+    return [
+        *_some("no answer and no error", (o for o in result.outcomes if o.kind is Kind.SILENT)),
+        *_some("a well-formed request was rejected", (o for o in result.outcomes if o.kind is Kind.REJECTED)),
+        *_some(f"not ended within {bound:.0f} s", late),
     ]
-    for outcome in result.outcomes:
-        if outcome.kind is Kind.LATE or outcome.seconds > bounds.request_seconds + 1.0:
-            found.append(f"not ended within {bounds.request_seconds:.0f} s: {_told(outcome)}")
-    return found
 
 
 def judge_failures(result: RoundResult, bounds: Bounds) -> list[str]:
-    """A fault of P fails no request, and after the recovery no fault does."""
+    """A fault of P fails no request, and one of D only while D is away."""
     del bounds
-    failed = [outcome for outcome in result.outcomes if outcome.kind is Kind.FAILED]
-    if result.plan.target is Target.PREFILL:
-        return [f"failed although only P was struck: {_told(o)}" for o in failed]
-    after = result.recovered_at
-    return [
-        f"failed after the recovery: {_told(o)}" for o in failed if after is not None and o.began >= after
-    ]
+    when = "although only P was struck"
+    if result.plan.target is Target.DECODE:
+        when = "before D was struck or after its return"
+    failed = (o for o in result.outcomes if o.kind is Kind.FAILED and not result.is_excused(o))
+    return _some(f"failed {when}", failed)
 
 
 def judge_survivors(result: RoundResult, bounds: Bounds) -> list[str]:
@@ -134,7 +146,11 @@ def judge_survivors(result: RoundResult, bounds: Bounds) -> list[str]:
 def judge_recovery(result: RoundResult, bounds: Bounds) -> list[str]:
     """Transfers are pushed again, and requests answered."""
     if result.pushed_again_seconds is None:
-        return [f"no pushed transfer within {bounds.pushed_again_seconds:.0f} s of {result.server}'s return"]
+        until = f"within {bounds.pushed_again_seconds:.0f} s of"
+        if result.survivors_ended:
+            # Then nobody waits for the bound.
+            until = "after"
+        return [f"no pushed transfer {until} {result.server}'s return"]
     after = result.recovered_at or 0.0
     if not any(o.kind is Kind.RIGHT and o.began >= after for o in result.outcomes):
         return ["no request was answered after the recovery"]
@@ -175,6 +191,11 @@ class Growth:
     """By how much the engine without kvferry grew in the same rounds: what vLLM keeps for itself."""
 
     @property
+    def is_ours(self) -> bool:
+        """Whether it is judged: the engine without kvferry only serves to compare with."""
+        return self.server != REFERENCE
+
+    @property
     def bytes(self) -> float:
         """By how much it grew beyond that."""
         return self.late_bytes - self.early_bytes - max(self.reference_bytes, 0.0)
@@ -213,6 +234,13 @@ def _medians(sizes: Sequence[int]) -> tuple[float, float]:
     return statistics.median(sizes[1 : part + 1]), statistics.median(sizes[-part:])
 
 
+def memory_unjudged(results: Sequence[RoundResult]) -> list[str]:
+    """Servers of ours of which no life was long enough."""
+    names = {name: None for result in results for name, _ in result.memory_bytes if name != REFERENCE}
+    judged = {growth.server for growth in memory_growth(results)}
+    return [name for name in names if name not in judged]
+
+
 def memory_problems(growths: Sequence[Growth]) -> list[str]:
     """Memory of survivors does not grow beyond the allowance; the engine without kvferry is not ours."""
     allowed = MEMORY_ALLOWANCE_BYTES
@@ -220,68 +248,18 @@ def memory_problems(growths: Sequence[Growth]) -> list[str]:
         f"{growth.server} grew by {growth.bytes / MEBIBYTE:.0f} MiB over {growth.rounds} rounds, more than "
         f"{allowed // MEBIBYTE} MiB, what the engine without kvferry grew by not counted"
         for growth in growths
-        if growth.bytes > allowed and growth.server != REFERENCE
+        if growth.bytes > allowed and growth.is_ours
     ]
 
 
-def round_line(result: RoundResult) -> str:
-    """One round in one line."""
-    plan = result.plan
-    lasted = "stopped" if plan.fault is Fault.STOP else "away"
-    again = "never" if result.pushed_again_seconds is None else f"{result.pushed_again_seconds:.1f} s"
-    settled = "never" if result.settled_seconds is None else f"{result.settled_seconds:.0f} s"
-    memory = ", ".join(
-        f"{name} {size / MEBIBYTE:.0f}"
-        for (name, _), size in result.memory_bytes.items()
-        if name != REFERENCE
-    )
-    bad = len(result.outcomes) - result.count(Kind.RIGHT, Kind.FAILED, Kind.LEFT)
-    counts = (
-        f"{result.count(Kind.RIGHT)} right, {result.count(Kind.FAILED)} failed, "
-        f"{result.count(Kind.LEFT)} left" + (f", {bad} BAD" if bad else "")
-    )
-    longest = max((outcome.seconds for outcome in result.outcomes), default=0.0)
-    stage = plan.stage.value if result.seen else f"({plan.stage.value})"
-    struck = f"{plan.fault.value} {result.server} at {stage}"
-    return (
-        f"round {plan.number:>3}  {struck:<27}  {lasted} {result.away_seconds:4.1f} s  {counts:<31}  "
-        f"longest {longest:4.1f} s  "
-        f"pushed again after {again}  empty after {settled}  MiB: {memory}"
-    )
+def _some(what: str, outcomes: Iterable[Outcome]) -> list[str]:
+    """The first of these requests, and how many more there are."""
+    found = list(outcomes)
+    shown = [f"{what}: {told(outcome)}" for outcome in found[:TOLD_MAX]]
+    more = len(found) - len(shown)
+    return [*shown, f"{what}: {more:,} more"] if more else shown
 
 
-def summary(results: Sequence[RoundResult], problems: Sequence[str]) -> list[str]:
-    """The last lines; the very last one is the figure."""
-    outcomes = [outcome for result in results for outcome in result.outcomes]
-    lines = [growth.text for growth in memory_growth(results)]
-    if not lines:
-        lines.append(f"memory was not judged: no server lived through {MEMORY_ROUNDS_MIN} rounds")
-    kinds = Counter(outcome.kind for outcome in outcomes)
-    lines.append("requests: " + ", ".join(f"{kinds[kind]} {kind.value}" for kind in Kind if kinds[kind]))
-    if outcomes:
-        longest = max(outcomes, key=lambda outcome: outcome.seconds)
-        lines.append(f"longest: {longest.kind.value}, {_told(longest)}")
-    missed = sum(not result.seen for result in results)
-    if missed:
-        lines.append(f"{missed} rounds missed their stage (in parentheses) and struck at another one")
-    lines += [f"PROBLEM: {problem}" for problem in problems]
-    lines.append(f"FAILED: {len(problems)} problems" if problems else "PASSED")
-    lines.append(figure(results))
-    return lines
-
-
-def figure(results: Sequence[RoundResult]) -> str:
-    """Rounds, wrong answers, requests, the longest of them, and how soon transfers were pushed again."""
-    outcomes = [outcome for result in results for outcome in result.outcomes]
-    wrong = sum(outcome.kind is Kind.WRONG for outcome in outcomes)
-    longest = max((outcome.seconds for outcome in outcomes), default=0.0)
-    again = [r.pushed_again_seconds for r in results if r.pushed_again_seconds is not None]
-    pushed = (
-        f"pushed again after {statistics.median(again):.1f} s (median)" if again else "never pushed again"
-    )
-    rounds = f"{len(results)} round" + ("" if len(results) == 1 else "s")
-    return f"{rounds}, {wrong} wrong answers, {len(outcomes)} requests, longest {longest:.1f} s, {pushed}"
-
-
-def _told(outcome: Outcome) -> str:
+def told(outcome: Outcome) -> str:
+    """One request in words."""
     return f"{outcome.what}, {outcome.seconds:.1f} s" + (f": {outcome.detail}" if outcome.detail else "")

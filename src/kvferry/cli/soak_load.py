@@ -7,6 +7,8 @@ takes what has ended. Every request that got tokens is asked again of the refere
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import threading
 import time
 from collections.abc import Coroutine, Mapping
@@ -24,6 +26,10 @@ from kvferry.errors import KvferryError
 CLIENTS = 4
 _REFERENCE_SECONDS_MAX = 240.0
 _AFTER_FAILURE_SECONDS = 1.5
+PATIENCE_SECONDS = 30.0
+"""A client whose request failed asks again after so long, though the router says that nobody decodes."""
+_PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 0.5, 4.0
+_HEALTH_SECONDS_MAX = 5.0
 _CLOSE_SECONDS_MAX = 10.0
 _BUFFER_BYTES = 4 << 20
 """The first event of a stream repeats the prompt in one line."""
@@ -90,6 +96,24 @@ class _Wire:
             raise LoadError(f"the reference engine gave no answer: {reply.error or reply.broken or 'late'}")
         return reply.tokens
 
+    async def until_decodable(self) -> None:
+        """Return when the router counts a decode engine that is ready, or when patience is over."""
+        pause = _PAUSE_SECONDS_MIN
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while not await self._is_decodable():
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, _PAUSE_SECONDS_MAX)
+
+    async def _is_decodable(self) -> bool:
+        timeout = aiohttp.ClientTimeout(total=_HEALTH_SECONDS_MAX)
+        try:
+            async with self.session.get(self.addresses.router + "/health", timeout=timeout) as response:
+                # It is 503 as long as either role has nobody; without P, D computes.
+                return bool(json.loads(await response.text())["decode"])
+        except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError):
+            return False
+
     async def prefill(self, url: str, ask: Ask, params: Mapping[str, Any]) -> Reply:
         body = ask.body(self.addresses.model) | {
             "kv_transfer_params": dict(params),
@@ -118,7 +142,7 @@ class Load:
         self._gate = asyncio.Event()
         self._lock = threading.Lock()
         self._outcomes: list[Outcome] = []
-        self._in_flight: dict[object, int] = {}
+        self._in_flight: set[object] = set()
         self._failure: BaseException | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._thread = threading.Thread(target=self._run, name="kvferry-soak-load", daemon=True)
@@ -141,12 +165,6 @@ class Load:
     def shut(self) -> None:
         """Let no client start another request; those that run go on."""
         self._loop.call_soon_threadsafe(self._gate.clear)
-
-    @property
-    def prompt_tokens_in_flight(self) -> int:
-        """Of all requests that have begun and not ended."""
-        with self._lock:
-            return sum(self._in_flight.values())
 
     def is_idle(self) -> bool:
         """Whether no request runs.
@@ -179,8 +197,8 @@ class Load:
         return self.submit(self._judged(ask, reply, "decode leg", url, params))
 
     def prefill_leg(self, url: str, ask: Ask, params: Mapping[str, Any]) -> Future[Reply]:
-        """Send a prefill leg to an engine; its answer has no tokens worth judging."""
-        return self.submit(self._begun().prefill(url, ask, params))
+        """Send a prefill leg to an engine; its answer has no tokens worth judging, but must have an end."""
+        return self.submit(self._prefilled(url, ask, params))
 
     def wait(self, asked: Future[Result]) -> Result:
         """The result of a request of one's own.
@@ -222,25 +240,38 @@ class Load:
         while True:
             await self._gate.wait()
             outcome = await self._judged(self._mix.draw(), Reply(), "load")
-            well = outcome.kind in (Kind.RIGHT, Kind.LEFT)
-            await asyncio.sleep(self._mix.pause_seconds() if well else _AFTER_FAILURE_SECONDS)
+            if outcome.kind in (Kind.RIGHT, Kind.LEFT):
+                await asyncio.sleep(self._mix.pause_seconds())
+            else:
+                # A request to a fleet whose only D is away is refused at once and shows nothing new.
+                await asyncio.sleep(_AFTER_FAILURE_SECONDS)
+                await self._begun().until_decodable()
 
     def _ended(self, client: asyncio.Task[None]) -> None:
         """A client goes on for ever, unless it fails or is cancelled."""
         if not client.cancelled():
             self._failure = client.exception()
 
+    async def _prefilled(self, url: str, ask: Ask, params: Mapping[str, Any]) -> Reply:
+        began = time.monotonic()
+        reply = await self._begun().prefill(url, ask, params)
+        if reply.late:
+            what, seconds = f"prefill leg: {len(ask.prompt)} tokens", time.monotonic() - began
+            with self._lock:
+                self._outcomes.append(Outcome(what=what, kind=Kind.LATE, began=began, seconds=seconds))
+        return reply
+
     async def _judged(
         self, ask: Ask, reply: Reply, what: str, url: str = "", params: Mapping[str, Any] | None = None
     ) -> Outcome:
         token = object()
         with self._lock:
-            self._in_flight[token] = len(ask.prompt)
+            self._in_flight.add(token)
         try:
             outcome = await self._begun().outcome(ask, reply, what, url, params)
         finally:
             with self._lock:
-                del self._in_flight[token]
+                self._in_flight.remove(token)
         with self._lock:
             self._outcomes.append(outcome)
         return outcome

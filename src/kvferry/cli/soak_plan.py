@@ -6,7 +6,7 @@ import enum
 import itertools
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 STOP_SECONDS_MIN, STOP_SECONDS_MAX = 1.0, 25.0
@@ -14,6 +14,8 @@ DOWN_SECONDS_MAX = 4.0
 """How long a killed engine's address stays empty before the engine is started again."""
 # Ids of syllables and words of the tiny model; a larger model has other tokens there, which serve as well.
 TOKEN_FIRST, TOKEN_LAST = 430, 1000
+ROUNDS_WHOLE = 20
+"""So many rounds hold every stage, side and fault once, and lives long enough to judge memory by."""
 VICTIM_SHARE = 0.75
 """Of the context: the prompt of a request that is to be caught in the middle of its prefill."""
 
@@ -61,27 +63,44 @@ class RoundPlan:
 
 
 def plan_rounds(seed: int) -> Iterator[RoundPlan]:
-    """Endless rounds. Each twenty of them hold every stage, side and fault once.
+    """Endless rounds. Each `ROUNDS_WHOLE` of them hold every stage, side and fault once.
 
-    The faults of one side come in a row, so that the engines of the other live long enough to show whether
-    their memory grows. The stops of a side take their lengths from five equal parts of the range.
+    The first four take sides and faults in turn, at four stages, so that a short run sees all of them. The
+    others strike one side eight times in a row and then the other, so that the engines of the side that is
+    spared live long enough to show whether their memory grows.
     """
     source = random.Random(f"rounds {seed}")
     numbers = itertools.count(1)
     while True:
-        for target in source.sample(list(Target), len(Target)):
-            pairs = list(itertools.product(Stage, Fault))
-            source.shuffle(pairs)
-            stops = _stop_seconds(source)
-            for stage, fault in pairs:
-                down = source.uniform(0.0, DOWN_SECONDS_MAX)
-                yield RoundPlan(
-                    number=next(numbers),
-                    stage=stage,
-                    target=target,
-                    fault=fault,
-                    seconds=stops.pop() if fault is Fault.STOP else down,
-                )
+        for plan in _whole(source):
+            yield replace(plan, number=next(numbers))
+
+
+def _whole(source: random.Random) -> list[RoundPlan]:
+    """Every stage, side and fault once, not numbered yet."""
+    first, second = source.sample(list(Target), len(Target))
+    one, other = source.sample(list(Fault), len(Fault))
+    plans = [*_side(source, first), *_side(source, second)]
+    turns = ((first, one), (second, other), (first, other), (second, one))
+    stages = source.sample(list(Stage), len(turns))
+    in_turn = [
+        next(plan for plan in plans if (plan.target, plan.fault, plan.stage) == (*turn, stage))
+        for turn, stage in zip(turns, stages, strict=True)
+    ]
+    return [*in_turn, *(plan for plan in plans if plan not in in_turn)]
+
+
+def _side(source: random.Random, target: Target) -> list[RoundPlan]:
+    """Every stage and fault of a side. Its stops take their lengths from five equal parts of the range."""
+    pairs = list(itertools.product(Stage, Fault))
+    source.shuffle(pairs)
+    stops = _stop_seconds(source)
+    plans = []
+    for stage, fault in pairs:
+        down = source.uniform(0.0, DOWN_SECONDS_MAX)
+        seconds = stops.pop() if fault is Fault.STOP else down
+        plans.append(RoundPlan(number=0, stage=stage, target=target, fault=fault, seconds=seconds))
+    return plans
 
 
 def _stop_seconds(source: random.Random) -> list[float]:

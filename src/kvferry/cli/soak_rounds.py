@@ -11,17 +11,18 @@ from kvferry.cli.fleet import Fleet
 from kvferry.cli.processes import ServerProcess
 from kvferry.cli.requests import RequestError
 from kvferry.cli.soak_client import Kind, Reply
-from kvferry.cli.soak_judge import Bounds, RoundResult, round_line, round_problems
+from kvferry.cli.soak_judge import Bounds, RoundResult, round_problems
 from kvferry.cli.soak_load import Load
 from kvferry.cli.soak_plan import Fault, Mix, RoundPlan, Stage
+from kvferry.cli.soak_report import INDENT, result_lines, strike_line
 from kvferry.cli.soak_stages import StageMissedError, Stages, Victim, read_gauges
 from kvferry.errors import KvferryError
 
 WARM_UP_REQUESTS = 3
-RIGHT_AFTER_RECOVERY = 3
+RIGHT_AFTER_RECOVERY = 10
 """Requests that must have begun and been answered after the recovery before the load is shut."""
 HEALTH_QUESTIONS = 5
-_POLL_SECONDS = 0.1
+_POLL_SECONDS, _PAUSE_SECONDS_MAX = 0.1, 1.0
 
 
 class SoakError(KvferryError):
@@ -49,7 +50,9 @@ class Rounds:
         bounds: Bounds,
         startup_seconds: float,
         report: Callable[[str], None],
+        count: int | None = None,
     ) -> None:
+        """`count`: how many rounds there will be, if that is known."""
         self._fleet = fleet
         self._endpoints = endpoints
         self._load = load
@@ -57,6 +60,7 @@ class Rounds:
         self._bounds = bounds
         self._startup_seconds = startup_seconds
         self._report = report
+        self._count = count
         self._stages: Stages | None = None
         self.findings = Findings()
 
@@ -65,7 +69,11 @@ class Rounds:
 
         Findings are kept in `findings`, also when an interrupt ends it.
         """
-        self._warm_up()
+        try:
+            self._warm_up()
+        except KvferryError as error:
+            self._note([f"before the first round: {error}"])
+            return
         for plan in plans:
             if not goes_on():
                 return
@@ -75,14 +83,15 @@ class Rounds:
                 self._note([f"round {plan.number} could not be finished: {error}"])
                 return
             self.findings.rounds.append(result)
-            self._report(round_line(result))
+            for line in result_lines(result):
+                self._report(line)
             self._note([f"round {plan.number}: {text}" for text in round_problems(result, self._bounds)])
             if result.survivors_ended or result.pushed_again_seconds is None:
                 return
 
     def _note(self, problems: list[str]) -> None:
         for problem in problems:
-            self._report(f"PROBLEM: {problem}")
+            self._report(f"{INDENT}PROBLEM: {problem}")
         self.findings.problems += problems
 
     def _warm_up(self) -> None:
@@ -109,6 +118,7 @@ class Rounds:
         if plan.stage is not Stage.IDLE:
             self._load.open()
         victim, seen = self._victim(self._stages, plan)
+        self._report(strike_line(plan, victim.server, seen=seen, rounds=self._count))
         struck = time.monotonic()
         self._bring_down(plan, victim)
         back = time.monotonic()
@@ -124,6 +134,7 @@ class Rounds:
             server=victim.server,
             seen=seen,
             outcomes=tuple(self._load.take()),
+            struck_at=struck,
             away_seconds=back - struck,
             pushed_again_seconds=again,
             recovered_at=recovered,
@@ -165,13 +176,17 @@ class Rounds:
         """Seconds until a request is answered right while the decode engines count one more transfer."""
         assert self._stages is not None
         deadline = since + self._bounds.pushed_again_seconds
+        pause = _POLL_SECONDS
         while time.monotonic() < deadline:
             before = self._stages.completed()
             asked = self._load.ask(self._mix.short(), Reply(), "probe")
             outcome = self._load.wait(asked)
             if outcome.kind is Kind.RIGHT and self._stages.completed() > before:
                 return time.monotonic() - since
-            time.sleep(_POLL_SECONDS)
+            if any(server.exited for server in self._fleet.servers):
+                return None
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSE_SECONDS_MAX)
         return None
 
     def _linger(self, recovered: float | None) -> None:

@@ -26,8 +26,11 @@ SCRAPE_SECONDS_MAX = 30.0
 POLL_SECONDS = 0.02
 STAGE_SECONDS_MAX = 120.0
 ATTEMPTS = 8
-HALF_SHARE = 0.25
-"""Of the victim's prompt: pushed at least, beside all that others could have pushed."""
+"""Within that time."""
+HALF_SHARES = 0.2, 0.9
+"""Of a prompt: how much of it is pushed where it counts as half."""
+VICTIMS_AT_HALF = 2
+"""One after the other: while the first is computed, the load comes back."""
 FIRST_TOKENS = 2
 
 _BYTES = "kvferry_transfer_bytes_total"
@@ -127,6 +130,8 @@ class Stages:
         self._load = load
         self._mix = mix
         self._token_bytes = token_bytes
+        self._deadline = 0.0
+        """Of the stage that is being reached."""
         self._reach = {
             Stage.WAITING: self._waiting,
             Stage.HALF: self._half,
@@ -143,11 +148,18 @@ class Stages:
             StageError: an engine refused what a stage needs.
             RequestError: an engine does not tell its metrics.
         """
-        for _ in range(ATTEMPTS):
+        began = time.monotonic()
+        self._deadline = began + STAGE_SECONDS_MAX
+        attempts = 0
+        while attempts < ATTEMPTS and time.monotonic() < self._deadline:
             victim = self._reach[plan.stage](plan)
             if victim is not None:
                 return victim
-        raise StageMissedError(f"stage {plan.stage.value} did not show in {ATTEMPTS} attempts")
+            attempts += 1
+        seconds = time.monotonic() - began
+        raise StageMissedError(
+            f"stage {plan.stage.value} did not show in {attempts} attempts and {seconds:.0f} s"
+        )
 
     def in_passing(self, plan: RoundPlan) -> Victim:
         """An engine to strike at whatever stage it is, with a long request under way."""
@@ -176,28 +188,40 @@ class Stages:
         return victim if self._shows(waits, asked) else None
 
     def _half(self, plan: RoundPlan) -> Victim | None:
-        urls = self._endpoints.prefill
-        before = [gauges.bytes for gauges in self._all(Target.PREFILL)]
-        ask = self._mix.long()
-        ahead = self._load.prompt_tokens_in_flight
-        asked = self._load.ask(ask, Reply(), "victim")
-        wanted = (ahead + HALF_SHARE * len(ask.prompt)) * self._token_bytes
-        found = 0
+        """Long prompts go where no other is computed; the load joins behind them.
+
+        So what is pushed from then on is theirs, and tells how far the one that is computed has come.
+        """
+        self._load.shut()
+        try:
+            if not self._shows(self._nothing_is_pushed):
+                return None
+            before = [gauges.bytes for gauges in self._all(Target.PREFILL)]
+            asks = [self._mix.long() for _ in range(VICTIMS_AT_HALF)]
+            asked = [self._load.ask(ask, Reply(), "victim") for ask in asks]
+            self._shows(lambda: any(gauges.sending for gauges in self._all(Target.PREFILL)), *asked)
+        finally:
+            self._load.open()
+        prompt_bytes = len(asks[0].prompt) * self._token_bytes
+        struck: list[int] = []
 
         def is_half_pushed() -> bool:
-            nonlocal found
             for index, (gauges, start) in enumerate(zip(self._all(Target.PREFILL), before, strict=True)):
-                if gauges.bytes - start >= wanted and gauges.sending:
-                    found = index
-                    return True
-            return False
+                share = (gauges.bytes - start) / prompt_bytes % 1.0
+                if gauges.sending and HALF_SHARES[0] <= share <= HALF_SHARES[1]:
+                    struck.append(index)
+            return bool(struck)
 
-        if not self._shows(is_half_pushed, asked):
+        if not self._shows(is_half_pushed, *asked):
             return None
         if plan.target is Target.PREFILL:
-            return Victim(f"prefill-{found % len(urls)}", open=[asked])
+            return Victim(f"prefill-{struck[0]}", open=list(asked))
         receiving = [gauges.receiving for gauges in self._all(Target.DECODE)]
-        return Victim(f"decode-{receiving.index(max(receiving))}", open=[asked])
+        return Victim(f"decode-{receiving.index(max(receiving))}", open=list(asked))
+
+    def _nothing_is_pushed(self) -> bool:
+        sending = sum(gauges.sending for gauges in self._all(Target.PREFILL))
+        return not sending and not sum(gauges.receiving for gauges in self._all(Target.DECODE))
 
     def _held(self, plan: RoundPlan) -> Victim | None:
         """Only the prefill leg is sent."""
@@ -251,13 +275,12 @@ class Stages:
     def _urls(self, target: Target) -> Sequence[str]:
         return self._endpoints.prefill if target is Target.PREFILL else self._endpoints.decode
 
-    def _shows(self, condition: Callable[[], object], asked: Future[Any] | None = None) -> bool:
-        """Whether the condition comes true before the request is over and before the time is."""
-        deadline = time.monotonic() + STAGE_SECONDS_MAX
-        while time.monotonic() < deadline:
+    def _shows(self, condition: Callable[[], object], *asked: Future[Any]) -> bool:
+        """Whether the condition comes true before all the requests are over and before the time is."""
+        while time.monotonic() < self._deadline:
             if condition():
-                return asked is None or not asked.done()
-            if asked is not None and asked.done():
+                return not asked or not all(one.done() for one in asked)
+            if asked and all(one.done() for one in asked):
                 return False
             time.sleep(POLL_SECONDS)
         return False

@@ -28,6 +28,7 @@ def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         consumes=transfer.is_kv_consumer,
         block_tokens=spec.block_size,
         block_count=kv_cache_config.num_blocks,
+        ranks_end_with_engine=_ranks_end_with_engine(parallel),
     )
 
 
@@ -65,3 +66,8 @@ def _refuse_unsupported(vllm_config: Any) -> None:
         # Cascade attention takes a block's reference count for the number of requests that share it, and
         # FerryConnector holds references of its own.
         raise UsageError("cascade attention is enabled; FerryConnector needs --disable-cascade-attn")
+
+
+def _ranks_end_with_engine(parallel: Any) -> bool:
+    """Whether the engine has started its ranks itself: on Ray, and on other nodes, somebody else has."""
+    return not getattr(parallel, "use_ray", False) and getattr(parallel, "nnodes_within_dp", 1) == 1

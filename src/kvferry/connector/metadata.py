@@ -46,3 +46,4 @@ class Handshake(KVConnectorHandshakeMetadata):
     tp: int
     metadata: bytes
     cache: bytes
+    ends_with_engine: bool = True

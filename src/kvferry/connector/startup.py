@@ -67,7 +67,15 @@ class WorkerStart:
             tp=rank.tp,
             metadata=agent.start(),
             cache=encode_spec(caches.spec),
+            ends_with_engine=facts.ranks_end_with_engine,
         )
+        if facts.produces and not facts.ranks_end_with_engine:
+            logger.warning(
+                "rank %s may outlive its engine (Ray, or several nodes): when %s dies, consumers keep their "
+                "blocks until its write permission has run out, and not for a moment only",
+                rank,
+                identity.engine,
+            )
         worker = FerryWorker(
             agent,
             rank=facts.index(rank),
@@ -118,6 +126,7 @@ def open_directory(settings: Settings, handshakes: list[Handshake]) -> Directory
                     peer=peer_name(one.engine, one.incarnation, Rank(one.pp, one.tp)),
                     metadata=one.metadata,
                     cache=one.cache,
+                    ends_with_engine=one.ends_with_engine,
                 )
                 for one in handshakes
             ),

@@ -20,6 +20,8 @@ class EngineFacts:
     block_tokens: int
     block_count: int
     group_count: int = 1
+    ranks_end_with_engine: bool = True
+    """Whether each rank is a process of the engine's own making, which watches it; see `agent.parent`."""
 
     @property
     def ranks(self) -> frozenset[RankIndex]:

@@ -54,6 +54,11 @@ class Encoder:
         ]
 
 
+def is_part(payload: bytes) -> bool:
+    """Whether a payload carries only a part of a message; one that is no payload of ours does not."""
+    return len(payload) >= _HEADER.size and _HEADER.unpack_from(payload)[2] == _PARTIAL
+
+
 class Decoder:
     """Decodes payloads and joins parts, within `message_bytes_max` bytes per message."""
 

@@ -86,10 +86,6 @@ class ConsumerCore:
         """Answer to `Inquire`: the peer's engine is dead. Nothing of it lands after `orphan_seconds`."""
         consumer_peer.peer_dead(self.state, peer, reason, now)
 
-    def handle_peer_silenced(self, peer: PeerName, reason: str, now: float) -> None:
-        """A peer has said that it writes nothing to us: nothing more of it can land."""
-        consumer_peer.peer_silenced(self.state, peer, reason, now)
-
     def handle_peer_alive(self, peer: PeerName, now: float) -> None:
         """Answer to `Inquire`: the peer lives, and a new link to it is up."""
         consumer_peer.peer_alive(self.state, peer, now)

@@ -18,7 +18,7 @@ from kvferry.protocol.reasons import (
     because,
     coded,
 )
-from kvferry.protocol.receptions import ConsumerState, Part, Reception
+from kvferry.protocol.receptions import ConsumerState, Part, Peer, Reception
 from kvferry.protocol.states import PART, PartEvent, PartState, ReceptionState
 
 Renewed = tuple[TransferId, ConsumerId, int]
@@ -94,7 +94,9 @@ def status(state: ConsumerState, name: PeerName, message: Status, now: float) ->
     if message.mark is not None:
         state.take_mark(name, message.mark, now)
     wanted: list[Renewed] = []
-    for entry in message.transfers:
+    # Once each, however often it is named: the answer may be a registration, which is far longer.
+    entries = {(entry.transfer, entry.consumer, entry.attempt): entry for entry in message.transfers}
+    for entry in entries.values():
         row = state.rows.get((entry.transfer, entry.consumer))
         part = None if row is None else (row.parts or {}).get(name)
         if row is None or part is None or part.ended or row.attempt != entry.attempt:
@@ -160,11 +162,21 @@ def _inquire(state: ConsumerState, name: PeerName, now: float) -> None:
 
 
 def peer_dead(state: ConsumerState, name: PeerName, reason: str, now: float) -> None:
-    """The engine of a producer rank is proven dead. The rank may outlive it for a moment, as orphans do."""
+    """The engine of a producer rank is proven dead. The rank may outlive it for a moment, as orphans do.
+
+    Of a rank that may outlive it for longer, nothing is proven by that.
+    """
     peer = state.peers.get(name)
-    if peer is not None and ("dead", name) not in state.peer_timers:
+    if peer is not None and _may_outlive(state, name, peer):
+        no_evidence(state, name)
+    elif peer is not None and ("dead", name) not in state.peer_timers:
         peer.reason = reason
         state.peer_timers.set(("dead", name), now + state.limits.orphan_seconds)
+
+
+def _may_outlive(state: ConsumerState, name: PeerName, peer: Peer) -> bool:
+    links = [(state.rows[key].parts or {})[name].link for key in peer.receptions]
+    return not all(link.ends_with_engine for link in links)
 
 
 def orphans_ended(state: ConsumerState, name: PeerName, now: float) -> None:

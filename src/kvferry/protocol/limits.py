@@ -41,11 +41,17 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     tombstones_max: int = 8192
     """Beyond it the oldest are forgotten first."""
     transfers_max: int = 16384
-    """Transfers per core. Beyond it a host's admission is refused and a peer's is answered `Failed`."""
+    """Transfers per core. Beyond it a host's admission is refused and a peer's is answered `Failed`.
+    Half of them may be such that only peers have spoken of, so that there is room for a host's."""
     consumers_max: int = 1024
     """Deliveries per transfer. Beyond it a registration is answered `Failed`."""
     blocks_max: int = 1 << 22
     """Blocks per registration and group; more is malformed."""
+    registered_blocks_max: int = 1 << 23
+    """Blocks of one consumer rank's open registrations together; never more than twice its cache has. Beyond
+    it a registration is answered `Failed`."""
+    held_seconds: float = 1800.0
+    """A lease is renewed for so long at most after prefill ended; then it ends, whoever still renews it."""
     slice_bytes: int = 32 << 20
     """Bytes per slice, at least one block."""
     slice_runs: int = 4096
@@ -54,6 +60,22 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Slices in flight towards one peer; further ones wait their turn."""
     message_bytes_max: int = 16 << 20
     """A message longer than this, all parts together, is malformed."""
+    idle_seconds: float = 600.0
+    """A link to a producer that carried nothing for so long, and that nothing waits for, is given up; one to
+    a consumer after twice as long. The next transfer, or the peer's next message, opens it again."""
+    links_max: int = 4096
+    """Ranks that one rank is linked to. Beyond it the link that was idle longest is given up; when all are
+    needed, a `Hello` is refused, and a transfer from one more producer fails."""
+    hellos_max: int = 1024
+    """Consumer ranks without a link whose `Hello` is remembered; beyond it the oldest must say it again."""
+    parked_seconds: float = 30.0
+    """What a rank says before its `Hello` is kept for so long, then dropped."""
+    parked_peers_max: int = 64
+    """Ranks of which such messages are kept; beyond it those of the oldest are dropped."""
+    parked_messages_max: int = 256
+    """Such messages of one rank; more are a protocol error."""
+    parked_bytes_max: int = 1 << 20
+    """Bytes of such messages of one rank; more are a protocol error."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

@@ -46,13 +46,12 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class HelloRefused(Message, frozen=True, tag="hello_refused"):
-    """The answer to a Hello that cannot be honoured (version, geometry).
+    """The answer to a Hello that cannot be honoured (version, geometry, no room).
 
-    `silent` says that no write of ours is in flight to you, so that it is a fence too.
+    It is no fence: it names no registration, and a later one may have been taken before it is read.
     """
 
     reason: str
-    silent: bool = False
 
 
 class Complaint(Message, frozen=True, tag="complaint"):

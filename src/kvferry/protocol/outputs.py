@@ -81,6 +81,8 @@ class Link(msgspec.Struct, frozen=True):
     peer: PeerName
     sharers: int
     block_bytes: tuple[int, ...]
+    ends_with_engine: bool = True
+    """Whether its engine's end proves that it ends too, within `Limits.orphan_seconds`."""
 
 
 class PeerFacts(msgspec.Struct, frozen=True):

@@ -108,7 +108,7 @@ class ProducerCore:
             pump.slice_overdue(state, number)
         for kind, transfer in state.timers.pop_due(now):
             if kind == "tombstone":
-                state.tombstones.pop(transfer, None)
+                settle.forget(state, transfer)
                 continue
             row = state.rows.get(transfer)
             if row is None:
@@ -122,7 +122,8 @@ class ProducerCore:
             settle.settle(state, row, now)
 
     def handle_close(self, now: float) -> None:
-        """The rank shuts down: post nothing more, tell every consumer."""
+        """The rank shuts down: post nothing more, admit nothing more, tell every consumer."""
+        self.state.closing = True
         for row in list(self.state.rows.values()):
             settle.fail_open(self.state, row, CLOSED)
             settle.settle(self.state, row, now)
@@ -157,9 +158,12 @@ class ProducerCore:
         """Whether the transfer has not ended here."""
         return transfer in self.state.rows
 
-    def writes_to(self, peer: PeerName) -> bool:
-        """Whether a slice towards a peer has not ended."""
-        return any(key[0] == peer for _, key in self.state.slices.values())
+    def peers(self) -> set[PeerName]:
+        """Peers that a delivery or a slice has to do with that has not ended."""
+        named = {key[0] for _, key in self.state.slices.values()}
+        for row in self.state.rows.values():
+            named.update(delivery.peer for delivery in row.open_deliveries())
+        return named
 
     def in_flight(self) -> int:
         """Slices that have been given out and have not ended."""
@@ -177,9 +181,11 @@ class ProducerCore:
         state = self.state
         in_flight = 0
         lanes: dict[PeerName, int] = {}
+        registered: dict[PeerName, int] = {}
         for transfer, row in state.rows.items():
             assert row.transfer == transfer
             assert row.state is not SourceState.ENDED
+            assert (transfer in state.early) is (row.state is SourceState.UNKNOWN)
             if row.state is SourceState.UNKNOWN:
                 assert ("unknown", transfer) in state.timers, "nobody is waited for without an end"
             if row.state is SourceState.HELD and not row.expired:
@@ -192,10 +198,15 @@ class ProducerCore:
                 for before, after in itertools.pairwise(ranges):
                     assert before[1] <= after[0], "no two writes to the same bytes are in flight"
                 in_flight += len(delivery.in_flight)
+                if blocks := sum(len(group) for group in delivery.target_blocks):
+                    assert not delivery.ended, "what has ended holds no destination"
+                    registered[key[0]] = registered.get(key[0], 0) + blocks
                 lanes[key[0]] = lanes.get(key[0], 0) + len(delivery.in_flight)
                 for number in delivery.in_flight:
                     assert state.slices[number] == (transfer, key)
+        assert state.early <= state.rows.keys()
         assert in_flight == len(state.slices)
+        assert registered == state.registered, "blocks of open registrations are counted"
         for peer, lane in state.lanes.items():
             assert lane.in_flight == lanes.get(peer, 0)
             assert lane.in_flight <= state.limits.in_flight_per_peer

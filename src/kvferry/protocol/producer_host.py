@@ -29,7 +29,7 @@ def expect(state: ProducerState, command: Expect, now: float) -> None:
         state.count("expected_twice")
         return
     if row is None:
-        if len(state.rows) >= state.limits.transfers_max:
+        if state.closing or len(state.rows) >= state.limits.transfers_max:
             state.count("table_full")
             _owe_release(state, command.transfer)
             return
@@ -40,6 +40,7 @@ def expect(state: ProducerState, command: Expect, now: float) -> None:
     if tombstone is not None:
         row.past = tombstone.answers
     state.timers.cancel(("unknown", command.transfer))
+    state.early.discard(command.transfer)
     row.state = SOURCE.next(row.state, SourceEvent.EXPECT)
     row.tokens, row.consumers = command.tokens, command.consumers
     row.blocks = [array("q") for _ in state.block_tokens]
@@ -96,6 +97,7 @@ def finish(state: ProducerState, command: Finish, now: float) -> None:
         _give_up(state, row, because(INCOMPLETE, detail), now)
         return
     row.state = SOURCE.next(row.state, SourceEvent.FINISH)
+    row.held_until = now + max(state.limits.held_seconds, state.limits.lease_seconds)
     row.lease_until = max(row.lease_until, now + state.limits.lease_seconds)
     state.timers.set(("lease", row.transfer), row.lease_until)
     settle.settle(state, row, now)

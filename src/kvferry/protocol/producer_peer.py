@@ -20,6 +20,7 @@ from kvferry.protocol.outputs import Send
 from kvferry.protocol.producer_host import check_length
 from kvferry.protocol.reasons import (
     CANCELLED,
+    CLOSED,
     FETCHED,
     MALFORMED,
     PEER_LOST,
@@ -43,6 +44,7 @@ from kvferry.protocol.sources import (
 from kvferry.protocol.states import DELIVERY, DeliveryEvent, DeliveryState, SourceState
 
 BLOCK_ID_MAX = (1 << 63) - 1
+FORGOTTEN = "it is older than what was answered and forgotten"
 
 
 def announce(state: ProducerState, peer: PeerName, message: Announce, now: float) -> None:
@@ -68,6 +70,10 @@ def register(state: ProducerState, peer: PeerName, message: Register, now: float
         state.outputs.append(Send(peer, delivery.answer))
         return
     fresh = delivery.state is DeliveryState.ANNOUNCED
+    if fresh and (problem := _too_many_blocks(state, peer, message)):
+        state.count("table_full")
+        _refuse(state, peer, message, because(TABLE_FULL, problem), now)
+        return
     delivery.state = DELIVERY.next(delivery.state, DeliveryEvent.REGISTER)
     _keep_lease(state, message.transfer, now)
     _permit(state, delivery, message, now)
@@ -75,7 +81,7 @@ def register(state: ProducerState, peer: PeerName, message: Register, now: float
         delivery.sharers = message.sharers
         delivery.start, delivery.stop = message.start, message.stop
         delivery.next_token = message.start
-        delivery.target_blocks = tuple(expanded(spans) for spans in message.groups)
+        state.hold_blocks(delivery, tuple(expanded(spans) for spans in message.groups))
         delivery.registration = _digest(message)
         pump.stand_behind(state, delivery, now)
     row = state.rows[message.transfer]
@@ -95,10 +101,13 @@ def register(state: ProducerState, peer: PeerName, message: Register, now: float
 def renew(state: ProducerState, peer: PeerName, message: Renew, now: float) -> None:
     """A consumer still wants these: permissions and leases start anew, and it hears how each stands."""
     states = []
-    for transfer, consumer, attempt in message.transfers:
+    for transfer, consumer, attempt in dict.fromkeys(message.transfers):
         row = state.rows.get(transfer)
         delivery = None if row is None else row.deliveries.get((peer, consumer, attempt))
         answer = _ended_answer(state, transfer, (peer, consumer, attempt), now)
+        if answer is None and delivery is None and state.closing:
+            # It would register now, and nobody would tell it of its end.
+            answer = _failed(transfer, (peer, consumer, attempt), CLOSED, 0)
         if answer is not None:
             state.outputs.append(Send(peer, answer))
         elif row is not None:
@@ -118,7 +127,7 @@ def _permit(state: ProducerState, delivery: Delivery, message: Register | Renew,
 
     It ends before what was said after its mark can be forgotten, or a fence could be.
     """
-    if message.mark is not None and delivery.grants_after < message.mark <= now:
+    if message.mark is not None and message.mark <= now:
         seconds = min(message.write_seconds, state.limits.tombstone_seconds)
         delivery.permission_until = max(delivery.permission_until, message.mark + seconds)
 
@@ -191,6 +200,8 @@ def _delivery(
     state: ProducerState, peer: PeerName, message: Announce | Register | Cancel | Fetched, now: float
 ) -> Delivery | None:
     """The delivery that a message is about, made when it is the first; None when it was answered instead."""
+    if _was_forgotten(state, peer, message):
+        return None
     key = _key(peer, message)
     row = state.rows.get(message.transfer)
     if row is None:
@@ -198,15 +209,15 @@ def _delivery(
         if tombstone is not None and (key in tombstone.answers or not tombstone.only_denials):
             _answer_late(state, peer, message, tombstone, now)
             return None
-        if len(state.rows) >= state.limits.transfers_max:
-            state.count("table_full")
-            _deny(state, peer, message, TABLE_FULL, now)
+        if (reason := _no_room(state, full=state.is_full_for_peers)) is not None:
+            _deny(state, peer, message, reason, now)
             return None
         row = SourceRow(message.transfer)
         if tombstone is not None:
             row.past = state.tombstones.pop(message.transfer).answers
             state.timers.cancel(("tombstone", message.transfer))
         state.rows[message.transfer] = row
+        state.early.add(message.transfer)
         state.timers.set(("unknown", message.transfer), now + state.limits.unknown_seconds)
     if key in row.past:
         # It was told that we are silent, so whatever it said before that is void.
@@ -214,18 +225,37 @@ def _delivery(
         state.outputs.append(Send(peer, answer))
         return None
     if key not in row.deliveries:
-        if len(row.deliveries) >= state.limits.consumers_max:
-            state.count("table_full")
-            _deny(state, peer, message, TABLE_FULL, now)
+        full = len(row.deliveries) >= state.limits.consumers_max
+        if (reason := _no_room(state, full=full)) is not None:
+            _deny(state, peer, message, reason, now)
             return None
         delivery = Delivery(message.transfer, message.consumer, peer, message.attempt)
-        delivery.grants_after = state.forgotten_at
         row.deliveries[key] = delivery
         if row.abandon_reason or row.expired:
             settle.fail_open(state, row, settle.outcome(row))
             settle.settle(state, row, now)
             return None
     return row.deliveries[key]
+
+
+def _was_forgotten(
+    state: ProducerState, peer: PeerName, message: Announce | Register | Cancel | Fetched
+) -> bool:
+    """Answer what may have had its end told already, with nobody here to know: nothing of it is in flight."""
+    if not state.may_be_forgotten(message.transfer, _key(peer, message)):
+        return False
+    state.count("late_message")
+    state.outputs.append(Send(peer, _denial(peer, message, because(TABLE_FULL, FORGOTTEN))))
+    return True
+
+
+def _no_room(state: ProducerState, *, full: bool) -> str | None:
+    """Why nothing more can be admitted, if so."""
+    if state.closing:
+        return CLOSED
+    if full:
+        state.count("table_full")
+    return TABLE_FULL if full else None
 
 
 def _answer_late(
@@ -279,12 +309,13 @@ def _remember(
 ) -> None:
     """Keep what a consumer is told true: its blocks may be another request's from now on.
 
-    Without room the oldest answer is forgotten; what was granted before that permits nothing new any more.
+    Without room the oldest answer is forgotten.
     """
     if key not in answers and len(answers) >= state.limits.consumers_max:
         state.count("table_full")
-        del answers[next(iter(answers))]
-        state.forgotten_at = now
+        oldest = next(iter(answers))
+        del answers[oldest]
+        state.forget(oldest)
     answers[key] = answer
 
 
@@ -310,7 +341,7 @@ def _ended_answer(
 
 def _keep_lease(state: ProducerState, transfer: TransferId, now: float) -> None:
     row = state.rows[transfer]
-    row.lease_until = now + state.limits.lease_seconds
+    row.lease_until = min(now + state.limits.lease_seconds, row.held_until)
     if row.state is SourceState.HELD:
         state.timers.set(("lease", transfer), row.lease_until)
 
@@ -371,6 +402,14 @@ def _conflict(state: ProducerState, peer: PeerName, message: Register) -> str:
     elif row is None and tombstone is not None:
         known = tombstone.registrations.get(key)
     return "registered before, with other blocks" if known not in (None, _digest(message)) else ""
+
+
+def _too_many_blocks(state: ProducerState, peer: PeerName, message: Register) -> str:
+    """Whether the peer's open registrations would have more blocks together than one peer may have."""
+    blocks = sum(count for spans in message.groups for _, count in spans)
+    blocks += state.registered.get(peer, 0)
+    most = state.lanes[peer].blocks_max(state.limits)
+    return f"{blocks} blocks of one rank registered, the limit is {most}" if blocks > most else ""
 
 
 def _malformed(state: ProducerState, lane: Lane, message: Register) -> str:

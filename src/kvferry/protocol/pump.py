@@ -198,6 +198,7 @@ def _complete(state: ProducerState, delivery: Delivery) -> None:
         return
     delivery.state = DELIVERY.next(delivery.state, DeliveryEvent.COMPLETE)
     delivery.answer = written(delivery)
+    state.free_blocks(delivery)
     state.count("written")
 
 

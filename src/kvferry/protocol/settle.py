@@ -80,6 +80,7 @@ def _drained(state: ProducerState, delivery: Delivery) -> None:
             valid_until=delivery.good_until,
         )
     delivery.answer = answer
+    state.free_blocks(delivery)
     if delivery.peer in state.lanes:
         state.outputs.append(Send(delivery.peer, answer))
 
@@ -122,27 +123,34 @@ def _end(state: ProducerState, row: SourceRow, now: float) -> None:
     if row.host_done:
         state.results.append(Released(row.transfer, reason))
     del state.rows[row.transfer]
+    state.early.discard(row.transfer)
     for kind in ("lease", "unknown", "retry"):
         state.timers.cancel((kind, row.transfer))
     answers = row.past | {key: d.answer for key, d in row.deliveries.items() if d.answer is not None}
     for key in list(answers)[: -state.limits.consumers_max]:
         # An id that is used again and again: the oldest answers go first.
         del answers[key]
-        state.forgotten_at = now
+        state.forget(key)
     registrations = {key: d.registration for key, d in row.deliveries.items() if key in answers}
     bury(state, row.transfer, Tombstone(reason, answers, registrations, row.host_done), now)
 
 
 def bury(state: ProducerState, transfer: TransferId, tombstone: Tombstone, now: float) -> None:
     """Remember an ended transfer for a while, from now on (again)."""
-    tombstone.told_at = now
     state.tombstones[transfer] = tombstone
     state.tombstones.move_to_end(transfer)
     state.timers.set(("tombstone", transfer), now + state.limits.tombstone_seconds)
     while len(state.tombstones) > state.limits.tombstones_max:
-        oldest, forgotten = state.tombstones.popitem(last=False)
+        oldest, _ = next(iter(state.tombstones.items()))
         state.timers.cancel(("tombstone", oldest))
-        state.forgotten_at = max(state.forgotten_at, forgotten.told_at)
+        forget(state, oldest)
+
+
+def forget(state: ProducerState, transfer: TransferId) -> None:
+    """An ended transfer is remembered no longer."""
+    tombstone = state.tombstones.pop(transfer, None)
+    for key in () if tombstone is None else tombstone.answers:
+        state.forget(key)
 
 
 def outcome(row: SourceRow) -> str:

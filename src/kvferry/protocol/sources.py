@@ -26,6 +26,8 @@ DeliveryKey = tuple[PeerName, ConsumerId, int]
 """Consumer rank, consumer and attempt."""
 TimerKey = tuple[str, TransferId]
 """Kind (lease, unknown, tombstone or retry) and transfer."""
+FORGOTTEN_PEERS_MAX = 4096
+"""Consumer ranks of which it is known what was forgotten; beyond it the one of longest ago is."""
 
 
 @dataclass(slots=True)
@@ -53,8 +55,6 @@ class Delivery:
     registration: int | None = None
     """Digest of what was registered: the same name with other blocks is no repetition."""
     permission_until: float = 0.0
-    grants_after: float = -math.inf
-    """Marks up to then permit nothing: what was said of them may have been forgotten."""
     behind: set[int] = field(default_factory=set)
     """Slices in flight into blocks of ours that another registration had before; they have to end first."""
     next_token: int = 0
@@ -134,6 +134,8 @@ class SourceRow:
     """When the frontier reached the prompt's end."""
     deliveries: dict[DeliveryKey, Delivery] = field(default_factory=dict)
     lease_until: float = 0.0
+    held_until: float = math.inf
+    """The lease ends then, whoever renews it."""
     past: dict[DeliveryKey, AnyMessage] = field(default_factory=dict)
     """What consumers were told in an earlier life of the id; it stays true, see `producer_peer`."""
 
@@ -170,8 +172,6 @@ class Tombstone:
     registrations: dict[DeliveryKey, int | None]
     released: bool
     """Whether the host has had its `Released`."""
-    told_at: float = 0.0
-    """When the newest of its answers was given."""
     only_denials: bool = False
     """The transfer has not been here: some registrations of it were refused, and stay so."""
 
@@ -184,6 +184,15 @@ class Lane:
     ready: OrderedDict[RegistrationName, None] = field(default_factory=OrderedDict)
     in_flight: int = 0
 
+    def blocks_max(self, limits: Limits) -> int:
+        """Blocks that the peer's open registrations may have together.
+
+        A rank that gave a destination up may have it registered again before it is known here: hence twice.
+        """
+        return min(
+            limits.registered_blocks_max, 2 * sum(self.facts.block_counts) or limits.registered_blocks_max
+        )
+
 
 @dataclass(slots=True)
 class ProducerState:
@@ -192,8 +201,14 @@ class ProducerState:
     limits: Limits
     block_tokens: tuple[int, ...]
     rows: dict[TransferId, SourceRow] = field(default_factory=dict)
+    closing: bool = False
+    """Nothing is admitted any more; who asks is told so."""
+    early: set[TransferId] = field(default_factory=set)
+    """Transfers that only peers have spoken of."""
     tombstones: OrderedDict[TransferId, Tombstone] = field(default_factory=OrderedDict)
     lanes: dict[PeerName, Lane] = field(default_factory=dict)
+    registered: dict[PeerName, int] = field(default_factory=dict)
+    """Blocks of each peer's open registrations."""
     slices: dict[int, tuple[TransferId, DeliveryKey]] = field(default_factory=dict)
     hindered: dict[int, list[tuple[TransferId, DeliveryKey]]] = field(default_factory=dict)
     """Deliveries that wait for a slice of another one, by its number."""
@@ -203,10 +218,50 @@ class ProducerState:
     slice_timers: Timers[int] = field(default_factory=Timers)
     outputs: deque[Output] = field(default_factory=deque)
     results: deque[Result] = field(default_factory=deque)
-    forgotten_at: float = -math.inf
-    """When the newest answer was given that has been forgotten before its time."""
+    forgotten: OrderedDict[PeerName, int] = field(default_factory=OrderedDict)
+    """Of each consumer rank the newest attempt of which an answer was forgotten. A rank counts its attempts
+    up, so what is not newer, and not known, may have been told its end."""
     slice_count: int = 0
     counts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_full_for_peers(self) -> bool:
+        """Whether a peer may not be the first to speak of one more transfer."""
+        limit = self.limits.transfers_max
+        return len(self.rows) >= limit or len(self.early) >= -(-limit // 2)
+
+    def forget(self, key: DeliveryKey) -> None:
+        """An answer is remembered no longer."""
+        peer, _, attempt = key
+        self.forgotten[peer] = max(self.forgotten.get(peer, attempt), attempt)
+        self.forgotten.move_to_end(peer)
+        while len(self.forgotten) > FORGOTTEN_PEERS_MAX:
+            self.forgotten.popitem(last=False)
+
+    def may_be_forgotten(self, transfer: TransferId, key: DeliveryKey) -> bool:
+        """Whether a registration may have been answered before, and is not known here."""
+        peer, _, attempt = key
+        if peer not in self.forgotten or attempt > self.forgotten[peer]:
+            return False
+        row, tombstone = self.rows.get(transfer), self.tombstones.get(transfer)
+        if row is not None:
+            return key not in row.deliveries and key not in row.past
+        return tombstone is None or (tombstone.only_denials and key not in tombstone.answers)
+
+    def hold_blocks(self, delivery: Delivery, groups: tuple[BlockArray, ...]) -> None:
+        """A registration counts towards its peer's blocks until `free_blocks`."""
+        delivery.target_blocks = groups
+        if count := sum(len(blocks) for blocks in groups):
+            self.registered[delivery.peer] = self.registered.get(delivery.peer, 0) + count
+
+    def free_blocks(self, delivery: Delivery) -> None:
+        """An ended delivery's destination is nobody's business here any more."""
+        left = self.registered.get(delivery.peer, 0) - sum(len(blocks) for blocks in delivery.target_blocks)
+        delivery.target_blocks = ()
+        if left > 0:
+            self.registered[delivery.peer] = left
+        else:
+            self.registered.pop(delivery.peer, None)
 
     def count(self, what: str) -> None:
         """Move a counter that says how often something unusual happened."""

@@ -159,8 +159,6 @@ SOURCE: Table[SourceState, SourceEvent] = Table(
     late={
         (_S.HELD, _SE.ADVANCE),
         (_S.ABANDONED, _SE.ADVANCE),
-        (_S.ABANDONED, _SE.FINISH),
-        (_S.ABANDONED, _SE.ABANDON),
     },
 )
 
@@ -186,7 +184,8 @@ DELIVERY: Table[DeliveryState, DeliveryEvent] = Table(
         (_D.REGISTERED, _DE.REGISTER),
         (_D.STOPPING, _DE.REGISTER),
         (_D.STOPPING, _DE.STOP),
-        *((state, event) for state in DELIVERY_ENDED for event in (_DE.REGISTER, _DE.CANCEL, _DE.STOP)),
+        # Whoever has an answer gets it again and is not asked here; a fetched one has none.
+        *((_D.FETCHED, event) for event in (_DE.REGISTER, _DE.CANCEL, _DE.STOP)),
         *((state, _DE.FETCHED) for state in (*DELIVERY_ENDED, _D.STOPPING)),
     },
 )
@@ -205,7 +204,6 @@ RECEPTION: Table[ReceptionState, ReceptionEvent] = Table(
     late={
         (_R.FAILING, _RE.FAIL),
         (_R.QUARANTINED, _RE.FAIL),
-        (_R.QUARANTINED, _RE.GIVE_UP),
     },
 )
 
@@ -216,7 +214,6 @@ PART: Table[PartState, PartEvent] = Table(
         (_P.UNTOLD, _PE.TELL): _P.TOLD,
         (_P.UNTOLD, _PE.FAILED): _P.FAILED,
         (_P.UNTOLD, _PE.CANCELLED): _P.CANCELLED,
-        (_P.UNTOLD, _PE.LOST): _P.LOST,
         (_P.TOLD, _PE.TELL): _P.TOLD,
         (_P.TOLD, _PE.WRITTEN): _P.WRITTEN,
         (_P.TOLD, _PE.FAILED): _P.FAILED,
@@ -224,5 +221,5 @@ PART: Table[PartState, PartEvent] = Table(
         (_P.TOLD, _PE.LOST): _P.LOST,
     },
     # Messages repeat, and a fence may follow any other end.
-    late={(state, event) for state in PART_ENDED for event in _PE if event is not _PE.TELL},
+    late={(state, event) for state in PART_ENDED for event in (_PE.WRITTEN, _PE.FAILED, _PE.CANCELLED)},
 )

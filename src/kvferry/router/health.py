@@ -94,9 +94,8 @@ class Monitor:
             if worker.role is Role.PREFILL and worker.source is None:
                 await self._identify(worker)
         if worker.ready is not was_ready:
-            logger.info(
-                "%s %s is %s", worker.role.value, worker.url, "ready" if worker.ready else worker.problem
-            )
+            state = "ready" if worker.ready else f"not ready: {worker.problem}"
+            logger.info("%s %s is %s", worker.role.value, worker.url, state)
 
     async def _healthy(self, worker: Worker) -> bool:
         timeout = aiohttp.ClientTimeout(total=self._settings.health_timeout_seconds)

@@ -6,6 +6,7 @@ import logging
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from kvferry.simulator.faults.aims import Aims
 from kvferry.simulator.ground.events import Observer
@@ -13,6 +14,7 @@ from kvferry.simulator.ground.options import Options
 from kvferry.simulator.ground.outcome import Outcome, Violation
 from kvferry.simulator.play.history import History
 from kvferry.simulator.watch.checkers import checkers
+from kvferry.simulator.watch.checkers.base import Checker
 from kvferry.simulator.watch.coverage import recording
 from kvferry.simulator.watch.grid import Grid
 from kvferry.simulator.watch.stages import Stages
@@ -36,17 +38,18 @@ def _simulate(seed: int, options: Options, *, traced: bool, observers: Sequence[
     aims = Aims(history.levers, grid)
     history.world.ground.watch(*seen_by, aims)
     violations: list[Violation] = []
+    unfinished: list[Violation] = []
     with recording() as transitions:
         try:
             history.run()
         except Exception as error:  # noqa: BLE001 - any exception of the code under test is a finding
             violations.append(Violation(0, history.world.now, _described(error)))
         else:
-            for judge in judges:
-                judge.finish()
+            unfinished = [violation for judge in judges for violation in _judged_at_end(judge)]
     violations += history.violations
     for judge in judges:
         violations += judge.violations
+    violations += unfinished
     return Outcome(
         seed=seed,
         violations=tuple(violations),
@@ -60,6 +63,15 @@ def _simulate(seed: int, options: Options, *, traced: bool, observers: Sequence[
         items=(*aims.items, *history.items),
         trace=tuple(lines.lines),
     )
+
+
+def _judged_at_end(judge: Checker) -> list[Violation]:
+    """What never happened, taken out of what the checker has found."""
+    before = len(judge.violations)
+    judge.finish()
+    unfinished = [replace(violation, unfinished=True) for violation in judge.violations[before:]]
+    del judge.violations[before:]
+    return unfinished
 
 
 def _described(error: Exception) -> str:

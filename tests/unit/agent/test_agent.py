@@ -17,6 +17,7 @@ import pytest
 from kvferry.agent.agent import THREAD_NAME, Agent
 from kvferry.agent.directory import Directory, RankEntry
 from kvferry.agent.links import Identity
+from kvferry.agent.parent import ParentWatch
 from kvferry.errors import TransportError
 from kvferry.ids import ConsumerId, EngineId, Incarnation, PeerName, Rank, TransferId
 from kvferry.layout.spec import encode_spec
@@ -237,12 +238,36 @@ def test_an_agent_that_breaks_fails_its_receptions_and_calls_no_block_safe(
     assert "the transfer agent has stopped" in caplog.text
 
 
+def test_an_orphan_posts_nothing_though_it_has_just_looked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P46: the engine's end is looked for before each post, however lately it was looked for before."""
+    looks: list[int] = []
+
+    def gone(_: ParentWatch) -> None:
+        looks.append(agents.producer.snapshot()["posted_slices"])
+        if len(looks) > 1:
+            raise TransportError("the engine that started this rank is gone")
+
+    monkeypatch.setattr(ParentWatch, "check_now", gone)
+    agents = Threaded()
+    stop = 2 * BLOCK_TOKENS
+    agents.consumer.submit(receive(T1, "r1", source_of(agents.p, 1), [20, 21], stop))
+    for command in (Expect(T1, stop), Advance(T1, BLOCK_TOKENS, 0, (((3, 1),),))):
+        agents.producer.submit(command)
+    eventually(lambda: agents.producer.snapshot()["posted_slices"] == 1)
+    agents.producer.submit(Advance(T1, stop, 1, (((4, 1),),)))
+    eventually(lambda: not agents.producer.alive)
+    assert looks == [0, 1]
+    assert agents.producer.snapshot()["posted_slices"] == 1
+    assert agents.producer.close(WAIT_SECONDS)
+    assert agents.consumer.close(WAIT_SECONDS)
+
+
 def test_an_agent_whose_engine_is_gone_stops_and_calls_no_block_safe(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """P04, P46: peers count the rank as dead a moment after its engine, so it must post nothing more."""
     gone = threading.Event()
-    parent = SimpleNamespace(is_alive=lambda: not gone.is_set())
+    parent = SimpleNamespace(pid=1, is_alive=lambda: not gone.is_set())
     monkeypatch.setattr("multiprocessing.parent_process", lambda: parent)
     world = World()
     [rank] = world.engine("D", 1)

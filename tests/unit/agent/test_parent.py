@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
 from multiprocessing.connection import Connection
 
+import pytest
+
 from kvferry.agent.parent import LOOK_SECONDS, ParentWatch
+from kvferry.errors import TransportError
 
 
 def _watch(results: Connection) -> None:
@@ -41,21 +45,65 @@ def test_a_rank_notices_that_its_engine_was_killed() -> None:
     engine.join()
 
 
-def test_it_looks_only_now_and_then_and_a_process_of_its_own_has_no_parent() -> None:
+class Parent:
+    """A parent process that is a child's own, or stands behind a fork server; it lives for so many looks."""
+
+    def __init__(self, pid: int, looks: float = math.inf) -> None:
+        self.pid, self.left, self.looks = pid, looks, 0
+
+    def is_alive(self) -> bool:
+        self.looks += 1
+        self.left -= 1
+        return self.left >= 0
+
+
+def watching(monkeypatch: pytest.MonkeyPatch, parent: Parent | None) -> tuple[ParentWatch, list[float]]:
+    """A watch whose clock stands still until it is moved."""
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: parent)
     now = [0.0]
-    watch = ParentWatch(lambda: now[0])
-    assert not watch.is_gone()
-    looks = []
+    return ParentWatch(lambda: now[0]), now
 
-    class Parent:
-        def is_alive(self) -> bool:
-            looks.append(now[0])
-            return len(looks) < 3
 
-    watch._parent = Parent()
+def test_it_asks_the_parent_only_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = Parent(os.getppid() + 1, looks=2)
+    watch, now = watching(monkeypatch, parent)
     found = []
     for _ in range(8):
         now[0] += LOOK_SECONDS / 2
         found.append(watch.is_gone())
-    assert len(looks) == 4
+    assert parent.looks == 4
     assert found.index(True) == 4
+
+
+def test_before_a_post_it_asks_a_parent_behind_a_fork_server_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parent = Parent(os.getppid() + 1, looks=3)
+    watch, _ = watching(monkeypatch, parent)
+    for _ in range(3):
+        watch.check_now()
+    with pytest.raises(TransportError, match="is gone"):
+        watch.check_now()
+
+
+def test_a_child_sees_at_once_that_it_was_orphaned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P46: however seldom it asks, a post after the engine's death is not made."""
+    parent = Parent(os.getppid())
+    watch, _ = watching(monkeypatch, parent)
+    for _ in range(100):
+        watch.check_now()
+    assert parent.looks <= 1, "one system call each, no more"
+    monkeypatch.setattr("os.getppid", lambda: 1)
+    with pytest.raises(TransportError, match="is gone"):
+        watch.check_now()
+    with pytest.raises(TransportError, match="is gone"):
+        watch.check()
+
+
+def test_a_process_that_nobody_started_by_multiprocessing_may_outlive_its_shell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watch, _ = watching(monkeypatch, None)
+    monkeypatch.setattr("os.getppid", lambda: 1)
+    watch.check_now()
+    assert not watch.is_gone()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
 from kvferry.agent import links as links_module
 from kvferry.agent import loop as loop_module
-from kvferry.agent import peers as peers_module
 from kvferry.agent.directory import Directory
 from kvferry.agent.loop import Close, Inquired
 from kvferry.errors import PeerError, PeerGoneError, TransportError
@@ -27,9 +28,10 @@ from kvferry.protocol.commands import (
     Withdraw,
 )
 from kvferry.protocol.limits import Limits
-from kvferry.protocol.messages import PROTOCOL_VERSION, Announce, AnyMessage, Hello
+from kvferry.protocol.messages import PROTOCOL_VERSION, Announce, AnyMessage, Hello, HelloRefused
 from kvferry.protocol.outputs import Link
 from kvferry.transport.faults import MessageFault
+from kvferry.transport.memory import Link as MemoryLink
 from kvferry.transport.memory import Traffic
 from tests.support.ranks import BLOCK_TOKENS, TestRank, World, prefill, receive, source_of
 
@@ -204,8 +206,8 @@ def test_a_new_link_that_breaks_under_its_hello_is_asked_about_again(
     producer, consumer = broken_under_a_write(world)
     opened, first = links_module.Links.open, [True]
 
-    def breaking(links: links_module.Links, source: Source, directory: Directory) -> tuple[Link, ...]:
-        found = opened(links, source, directory)
+    def breaking(links: links_module.Links, source: Source, *more: Any) -> tuple[Link, ...]:
+        found = opened(links, source, *more)
         if first:
             first.clear()
             world.fabric.break_connection(consumer.peer, producer.peer)
@@ -468,6 +470,73 @@ def test_a_producer_whose_cache_does_not_fit_is_not_even_greeted() -> None:
     assert producer.stats.hellos_refused == 0
 
 
+def crowded() -> tuple[World, TestRank, TestRank, TestRank]:
+    """A producer that has room for one consumer, and two consumers."""
+    world = World(Limits(links_max=1))
+    [producer] = world.engine("P", 1)
+    [first] = world.engine("D0", 10)
+    [second] = world.engine("D1", 11)
+    return world, producer, first, second
+
+
+def test_a_refusal_that_crosses_a_registration_frees_nothing_that_is_written() -> None:
+    """Promise 2: the producer had no room, said so truthfully, and had room again before that was read."""
+    world, producer, first, second = crowded()
+    producer.do(*prefill(transfer(1), [3], BLOCK_TOKENS))
+    second.do(receive(transfer(1), "r1", source_of(producer, 1), [30], BLOCK_TOKENS))
+    world.until(lambda: second.of(Received))
+    producer.do(Expect(transfer(0), BLOCK_TOKENS))
+    first.do(receive(transfer(0), "r", source_of(producer, 1), [20], BLOCK_TOKENS))
+    world.run(0.1)
+    world.fabric.set_link(producer.peer, second.peer, MemoryLink(latency_seconds=0.2))
+    producer.do(Expect(transfer(2), BLOCK_TOKENS), Expect(transfer(3), BLOCK_TOKENS))
+    world.run(0.01)
+    second.do(receive(transfer(2), "r2", source_of(producer, 1), [31], BLOCK_TOKENS))
+    world.run(0.02)
+    assert producer.stats.hellos_refused == 1
+    producer.do(*prefill(transfer(0), [3], BLOCK_TOKENS)[1:])
+    world.run(0.05)
+    second.do(receive(transfer(3), "r3", source_of(producer, 1), [32], BLOCK_TOKENS))
+    world.run(0.02)
+    world.fabric.hold(producer.peer, second.peer, Traffic.POSTS)
+    producer.do(*prefill(transfer(3), [3], BLOCK_TOKENS)[1:])
+    world.run(1.0)
+    assert second.stats.hellos_refused == 1
+    assert producer.loop.producer.in_flight() == 1
+    fenced = {result.consumer for result in second.of(ReceiveFailed) if result.fenced}
+    assert fenced <= {"r2"}, "the block of r3 is being written"
+    assert second.of(BlocksSafe) == []
+    world.fabric.release(producer.peer, second.peer, Traffic.POSTS)
+    world.until(lambda: "r3" in {result.consumer for result in second.of(BlocksSafe)})
+    assert producer.loop.producer.in_flight() == 0
+
+
+def test_a_refusal_that_is_read_twice_frees_nothing_that_is_written() -> None:
+    """Promise 2: messages may be doubled and late; a second copy says nothing of what came since."""
+    world, producer, first, second = crowded()
+    producer.do(Expect(transfer(0), BLOCK_TOKENS))
+    first.do(receive(transfer(0), "r", source_of(producer, 1), [20], BLOCK_TOKENS))
+    world.run(0.1)
+    second.do(receive(transfer(1), "r1", source_of(producer, 1), [30], BLOCK_TOKENS))
+    world.until(lambda: second.of(ReceiveFailed))
+    producer.do(*prefill(transfer(0), [3], BLOCK_TOKENS)[1:])
+    world.run(0.1)
+    producer.do(Expect(transfer(2), BLOCK_TOKENS))
+    second.do(receive(transfer(2), "r2", source_of(producer, 1), [31], BLOCK_TOKENS))
+    world.run(0.1)
+    world.fabric.hold(producer.peer, second.peer, Traffic.POSTS)
+    producer.do(*prefill(transfer(2), [3], BLOCK_TOKENS)[1:])
+    world.run(0.1)
+    assert producer.loop.producer.in_flight() == 1
+    say(world, producer, second, HelloRefused(reason="no room"))
+    world.run(1.0)
+    assert second.stats.hellos_refused == 2
+    assert "r2" not in {result.consumer for result in second.of(ReceiveFailed) if result.fenced}
+    assert second.of(BlocksSafe) == []
+    world.fabric.release(producer.peer, second.peer, Traffic.POSTS)
+    world.until(lambda: "r2" in {result.consumer for result in second.of(BlocksSafe)})
+
+
 # --- messages before Hello -------------------------------------------------------------------------
 
 
@@ -485,11 +554,23 @@ def test_messages_that_overtake_their_hello_are_kept_for_it() -> None:
     assert producer.of(Released) == [], "the announcement counts from when it could be heard"
 
 
-def test_messages_without_a_hello_are_bounded_per_peer_and_over_all(monkeypatch) -> None:
-    """S03: a stranger that never introduces itself costs a bounded amount of memory."""
-    monkeypatch.setattr(peers_module, "PARKED_MESSAGES_MAX", 3)
-    monkeypatch.setattr(peers_module, "PARKED_PEERS_MAX", 2)
+def test_a_bad_message_before_hello_costs_no_other() -> None:
+    """X21: what a rank said before its Hello is judged one by one, as what it says after it."""
     world = World()
+    producer, consumer = pair(world)
+    consumer.transport.connect(producer.peer, producer.transport.local_metadata())
+    say(world, consumer, producer, Announce(transfer=transfer(1), consumer=ConsumerId("c" * 5000)))
+    say(world, consumer, producer, Announce(transfer=transfer(2), consumer=ConsumerId("r")))
+    world.run(0.01)
+    say(world, consumer, producer, hello_of(consumer))
+    world.run(0.1)
+    assert producer.stats.peer_errors == 1
+    assert list(producer.loop.producer.state.rows) == [transfer(2)]
+
+
+def test_messages_without_a_hello_are_bounded_per_peer_and_over_all() -> None:
+    """S03: a stranger that never introduces itself costs a bounded amount of memory."""
+    world = World(Limits(parked_messages_max=3, parked_peers_max=2))
     producer, *strangers = (world.engine(f"E{n}", n)[0] for n in range(1, 6))
     message = Announce(transfer=transfer(1), consumer=ConsumerId("r"))
     for stranger in strangers:
@@ -498,9 +579,38 @@ def test_messages_without_a_hello_are_bounded_per_peer_and_over_all(monkeypatch)
             say(world, stranger, producer, message)
         world.run(0.01)
     assert producer.stats.peer_errors == 4
-    parked = producer.loop._peers._parked
-    assert list(parked) == [strangers[2].peer, strangers[3].peer]
-    assert [len(kept) for kept in parked.values()] == [3, 3]
+    parked = producer.loop._peers.parked
+    assert len(parked) == 6
+    kept = [parked.take(stranger.peer) for stranger in strangers]
+    assert kept == [[], [], [message] * 3, [message] * 3]
+
+
+def test_messages_without_a_hello_are_bounded_in_bytes() -> None:
+    """S03: 256 messages of a rank may be 4 GiB; what is too long is refused, and short ones are kept on."""
+    world = World(Limits(parked_bytes_max=1000))
+    producer, stranger = pair(world)
+    stranger.transport.connect(producer.peer, producer.transport.local_metadata())
+    for length in (300, 300, 500, 50):
+        name = ConsumerId("c" * length)
+        say(world, stranger, producer, Announce(transfer=transfer(1), consumer=name))
+    world.run(0.01)
+    assert producer.stats.peer_errors == 1
+    kept = producer.loop._peers.parked.take(stranger.peer)
+    assert [len(message.consumer) for message in kept if isinstance(message, Announce)] == [300, 300, 50]
+
+
+def test_messages_without_a_hello_are_kept_for_so_long_only() -> None:
+    """S03: nobody waits for ever for a rank that never introduces itself."""
+    world = World(Limits(parked_seconds=5.0))
+    producer, *strangers = (world.engine(f"E{n}", n)[0] for n in range(1, 4))
+    for stranger in strangers:
+        stranger.transport.connect(producer.peer, producer.transport.local_metadata())
+        say(world, stranger, producer, Announce(transfer=transfer(1), consumer=ConsumerId("r")))
+        world.run(3.0)
+    assert len(producer.loop._peers.parked) == 1
+    world.run(2.1)
+    assert len(producer.loop._peers.parked) == 0
+    assert producer.loop.producer.states() == {}
 
 
 # --- incarnations of one rank ----------------------------------------------------------------------
@@ -628,17 +738,16 @@ def test_incarnations_that_are_gone_leave_nothing_behind() -> None:
         assert producer.loop._peers._rivals == {}
 
 
-def test_remembered_peers_are_bounded(monkeypatch) -> None:
+def test_remembered_peers_are_bounded() -> None:
     """Consumers come and go for months: what is remembered of those without a link has an end."""
-    monkeypatch.setattr(links_module, "PEERS_MAX", 3)
-    world = World()
+    world = World(Limits(hellos_max=3))
     [producer] = world.engine("P", 1)
     for number in range(8):
         [consumer] = world.engine(f"D{number}", 10 + number)
         works(world, producer, consumer, number)
         world.kill(consumer)
         producer.loop._peers.lose([(consumer.peer, "gone")])
-    assert len(producer.loop._peers.links._writable) <= 4
+    assert len(producer.loop._peers.links._writable) == 3
 
 
 def test_incarnations_are_those_of_the_same_rank_of_the_same_engine_and_nobody_else() -> None:
@@ -839,3 +948,22 @@ def test_strangers_are_not_answered() -> None:
     world.run(0.02)
     assert producer.stats.peer_errors == 1
     assert (producer.stats.messages_sent, producer.stats.messages_dropped) == (0, 0)
+
+
+@pytest.mark.parametrize("ends_with_engine", [True, False])
+def test_a_directory_says_whether_its_engines_end_is_that_of_its_ranks(ends_with_engine: bool) -> None:
+    """P46: where a rank cannot see its engine's end, nobody takes the one for the other."""
+    world = World()
+    producer, consumer = pair(world)
+    directory = world.resolver.engines[1]
+    [entry] = directory.ranks
+    entry = msgspec.structs.replace(entry, ends_with_engine=ends_with_engine)
+    world.resolver.engines[1] = msgspec.structs.replace(directory, ranks=(entry,))
+    producer.do(Expect(transfer(1), BLOCK_TOKENS))
+    consumer.do(receive(transfer(1), "r", source_of(producer, 1), [20], BLOCK_TOKENS))
+    world.run(0.1)
+    world.kill(producer)
+    world.run(2 * world.limits.renew_seconds + world.limits.orphan_seconds)
+    assert len(consumer.of(ReceiveFailed)) == int(ends_with_engine)
+    world.until(lambda: consumer.of(ReceiveFailed), world.limits.silence_seconds)
+    assert consumer.of(ReceiveFailed)[0].fenced is ends_with_engine

@@ -129,6 +129,17 @@ def test_a_server_that_never_answers_ok_is_late(tmp_path: Path, fleet: Fleet) ->
         fleet.wait_ready(0.0)
 
 
+def test_whoever_is_waited_for_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "REPORT_INTERVAL_SECONDS", -1.0)
+    lines: list[str] = []
+    with Fleet(report=lines.append) as fleet:
+        fleet.start([stub_spec(tmp_path, "stub")])
+        fleet.wait_ready(SECONDS)
+    *_, last = lines
+    assert last.startswith("stub: ready after ")
+    assert all(line.startswith("waiting for stub (") for line in lines[1:-1])
+
+
 def test_a_program_that_does_not_exist_is_said_to_be(tmp_path: Path, fleet: Fleet) -> None:
     spec = ServerSpec(name="x", command=("/no/such/program",), host="::1", port=1, log=tmp_path / "x.log")
     assert spec.url == "http://[::1]:1"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -134,6 +136,32 @@ def test_a_module_of_our_own_that_is_missing_is_a_bug(monkeypatch: pytest.Monkey
     monkeypatch.setattr(cli, "_run", fail)
     with pytest.raises(ModuleNotFoundError):
         cli.main(["simulate"])
+
+
+@pytest.mark.parametrize("arguments", [["version"], ["simulate", "--list"]])
+def test_a_full_device_is_one_line_and_exit_code_1(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "kvferry.cli.main", *arguments]
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr == (
+        "kvferry: the output could not be written: No space left on device; make room first\n"
+    )
+
+
+def test_a_file_on_a_full_device_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(version, "run", raising(OSError(errno.ENOSPC, "No space left on device", "page.md")))
+    monkeypatch.setattr(cli, "_say_no_more", lambda: None)
+    assert cli.main(["version"]) == 1
+    assert capsys.readouterr().err.startswith("kvferry: page.md could not be written: No space left")
+
+
+def test_another_error_of_the_system_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version, "run", raising(OSError(errno.EIO, "x")))
+    with pytest.raises(OSError, match="x"):
+        cli.main(["version"])
 
 
 def test_a_reader_that_has_enough_is_no_error() -> None:

@@ -7,11 +7,22 @@ import shlex
 
 import pytest
 
-from kvferry.cli import simulate
+from kvferry.cli import simulate_replay
 from kvferry.cli.main import main
-from kvferry.cli.simulate_report import Progress, failure_lines, number_words, replay_command
+from kvferry.cli.simulate_report import (
+    Progress,
+    count_words,
+    failure_lines,
+    finding_lines,
+    last_line,
+    number_words,
+    range_words,
+    replay_command,
+    shrunk_lines,
+)
 from kvferry.simulator.ground.options import Options
-from kvferry.simulator.ground.outcome import Outcome, Violation
+from kvferry.simulator.ground.outcome import Outcome, Violation, findings
+from kvferry.simulator.trials.shrink import Shrunk
 
 
 class Terminal(io.StringIO):
@@ -106,7 +117,7 @@ def test_a_replay_command_means_the_same_options(
         asked.append((namespace.replay, chosen))
         return 0
 
-    monkeypatch.setattr(simulate, "_replay", replay)
+    monkeypatch.setattr(simulate_replay, "replay", replay)
     assert main(shlex.split(words)[1:]) == 0
     assert asked == [(7, options)]
 
@@ -119,6 +130,59 @@ def test_numbers_are_short() -> None:
 def test_what_is_missing_at_the_end_is_told_so() -> None:
     outcome = Outcome(4, (Violation(7, float("inf"), "a block is missing"),), "", 1, 1.0, 1)
     assert failure_lines(outcome, Options())[0] == "seed 4: promise 7 at the end: a block is missing"
+
+
+def test_one_hang_is_one_finding_and_what_follows_is_counted() -> None:
+    hang = Violation(6, 3.0, "kvferry/P0/i1/pp0/tp0 never reported", unfinished=True)
+    left = [Violation(7, float("inf"), f"left over: {number}", unfinished=True) for number in range(8)]
+    outcome = Outcome(4, (hang, Violation(6, 4.0, "x", unfinished=True), *left), "", 1, 1.0, 1)
+    assert failure_lines(outcome, Options()) == [
+        "seed 4: promise 6 from 3.000000 s to the end: P0/i1/tp0 never reported",
+        "    and what else is unfinished then: 1 of promise 6, 8 of promise 7",
+        "    kvferry simulate --replay 4 --world small",
+    ]
+    (finding,) = findings(outcome.violations)
+    lines = finding_lines(finding, "", consequences_max=2)
+    assert lines[2:] == [
+        "        promise 6 from 4.000000 s to the end: x",
+        "        promise 7 at the end: left over: 0",
+        "        and 7 more; --verbose names them",
+    ]
+    assert len(finding_lines(finding, "", consequences_max=9)) == 11
+
+
+@pytest.mark.parametrize(
+    ("before", "items", "told"),
+    [
+        (0, (), "seed 4: it broke before its first request or fault, so there is nothing to leave out"),
+        (
+            12,
+            (),
+            "seed 4: it still breaks with all 12 requests and faults left out. What remains always happens",
+        ),
+        (12, ((3, "x"),), "seed 4: 1 of its 12 requests and faults are enough (5 runs)"),
+    ],
+)
+def test_what_could_be_left_out_is_told_in_words(
+    before: int, items: tuple[tuple[int, str], ...], told: str
+) -> None:
+    outcome = Outcome(4, (Violation(2, 1.0, "x"),), "", 1, 1.0, 1, items=items)
+    shrunk = Shrunk(
+        outcome, Options(drop=frozenset(range(before)) - {3} if items else frozenset()), before, 5
+    )
+    lines = shrunk_lines(shrunk)
+    assert lines[0].startswith(told)
+    if before:
+        assert lines[-1].startswith("    kvferry simulate --replay 4 --world small")
+
+
+def test_ranges_and_counts_are_readable() -> None:
+    assert range_words([range(4), range(5, 6), range(8, 10)]) == "0-3,5,8-9"
+    assert (count_words(1, "seed"), count_words(1234, "seed")) == ("1 seed", "1,234 seeds")
+    assert (
+        last_line("PASSED", "6 seeds", "", "0 violations", seconds=1.25)
+        == "PASSED: 6 seeds, 0 violations, 1.2 s"
+    )
 
 
 def test_many_violations_of_one_seed_are_counted() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from kvferry.cli import main as cli
 from kvferry.cli import soak
 from kvferry.cli.engines import Deployment, Endpoints
 from kvferry.cli.fleet import FleetError
-from kvferry.cli.soak_judge import Bounds
+from kvferry.cli.soak_judge import MEBIBYTE, Bounds
 from kvferry.cli.soak_plan import RoundPlan
 from kvferry.cli.soak_rounds import Findings, SoakError
 from kvferry.errors import UsageError
@@ -43,9 +45,13 @@ class Struck:
     findings = Findings()
     error: BaseException | None = None
     plans: list[RoundPlan]
+    count: int | None
 
-    def __init__(self, *arguments: Any, bounds: Bounds, startup_seconds: float, report: Any) -> None:
+    def __init__(
+        self, *arguments: Any, bounds: Bounds, startup_seconds: float, report: Any, count: int | None
+    ) -> None:
         self.bounds = bounds
+        type(self).count = count
         assert startup_seconds == 300.0
         self.report = report
 
@@ -91,10 +97,11 @@ def test_a_good_run_ends_with_the_figure(struck: type[Struck], capsys: pytest.Ca
     assert cli.main(["soak", "--rounds", "3", "--seed", "9"]) == 0
     out = capsys.readouterr().out
     assert "seed 9; every request ends within 165 s" in out
-    assert out.splitlines()[-2:] == [
-        "PASSED",
-        "1 round, 0 wrong answers, 4 requests, longest 2.0 s, pushed again after 3.0 s (median)",
-    ]
+    assert out.splitlines()[-1] == (
+        "PASSED: 1 round, 2 of 2 answers equal one engine's; longest request 2.0 s, pushed again after 3.0 s "
+        "(median); memory: not judged, 20 rounds needed"
+    )
+    assert struck.count == 3
     assert [plan.number for plan in struck.plans] == [1, 2, 3]
 
 
@@ -102,16 +109,21 @@ def test_a_problem_is_exit_code_1(struck: type[Struck], capsys: pytest.CaptureFi
     struck.findings.rounds.append(GOOD)
     struck.findings.problems.append("round 1: a wrong answer")
     assert cli.main(["soak", "--rounds", "1"]) == 1
-    assert "FAILED: 1 problems" in capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines()[-1].startswith("FAILED: 1 problem; 1 round, ")
 
 
+@pytest.mark.parametrize(("step_mebibytes", "code"), [(5, 0), (30, 1)])
 def test_growing_memory_is_exit_code_1(
-    struck: type[Struck], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    struck: type[Struck], capsys: pytest.CaptureFixture[str], step_mebibytes: int, code: int
 ) -> None:
-    struck.findings.rounds.append(GOOD)
-    monkeypatch.setattr(soak, "memory_problems", lambda growths: ["decode-0 grew"])
-    assert cli.main(["soak", "--rounds", "1"]) == 1
-    assert "PROBLEM: decode-0 grew" in capsys.readouterr().out
+    for number in range(9):
+        size = (900 + step_mebibytes * number) * MEBIBYTE
+        struck.findings.rounds.append(replace(GOOD, memory_bytes={("decode-0", 1): size}))
+    assert cli.main(["soak", "--rounds", "9"]) == code
+    out = capsys.readouterr().out
+    assert ("PROBLEM: decode-0 grew by 150 MiB over 9 rounds" in out) == bool(code)
+    assert out.splitlines()[-1].startswith("FAILED: 1 problem; 9 rounds" if code else "PASSED: 9 rounds")
+    assert out.splitlines()[-1].endswith("memory: judged for decode-0")
 
 
 def test_no_round_at_all_is_exit_code_1(struck: type[Struck], capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,17 +131,50 @@ def test_no_round_at_all_is_exit_code_1(struck: type[Struck], capsys: pytest.Cap
     assert "PROBLEM: no round was finished" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("problems", "code"), [([], 130), (["round 1: lost"], 1)])
+@pytest.mark.parametrize(
+    ("problems", "code", "word"),
+    [([], 130, "INTERRUPTED: "), (["round 1: lost"], 1, "FAILED: 1 problem; ")],
+)
 def test_an_interrupt_shows_what_was_found_so_far(
-    struck: type[Struck], capsys: pytest.CaptureFixture[str], problems: list[str], code: int
+    struck: type[Struck], capsys: pytest.CaptureFixture[str], problems: list[str], code: int, word: str
 ) -> None:
     struck.findings.rounds.append(GOOD)
     struck.findings.problems += problems
     struck.error = KeyboardInterrupt()
     assert cli.main(["soak"]) == code
     out = capsys.readouterr().out
-    assert "interrupted" in out
-    assert out.splitlines()[-1].startswith("1 round, 0 wrong answers")
+    assert out.splitlines()[-1].startswith(word + "1 round, 2 of 2 answers equal")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_while_engines_start_has_a_last_line(
+    struck: type[Struck],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+) -> None:
+    def bring_up(*arguments: object, startup_seconds: float) -> Endpoints:
+        signal.raise_signal(number)
+        pytest.fail("the signal did not interrupt")
+
+    monkeypatch.setattr(soak, "bring_up", bring_up)
+    assert cli.main(["soak"]) == 130
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1] == "INTERRUPTED: before the first round, while the servers were started"
+
+
+def test_an_interrupt_while_servers_stop_does_not_hide_the_verdict(
+    struck: type[Struck], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(fleet: soak.Fleet) -> None:
+        raise KeyboardInterrupt
+
+    struck.findings.rounds.append(GOOD)
+    monkeypatch.setattr(soak.Fleet, "stop", stop)
+    assert cli.main(["soak", "--rounds", "1"]) == 130
+    verdict, last = capsys.readouterr().out.splitlines()[-2:]
+    assert verdict.startswith("PASSED: 1 round, ")
+    assert last == "INTERRUPTED: while the servers were stopped; the verdict on the rounds is above"
 
 
 def test_what_cannot_go_on_is_one_line(struck: type[Struck], capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,6 +211,22 @@ def test_wrong_use_is_told_before_anything_starts(
     monkeypatch.setattr(soak, "bring_up", lambda *a, **k: pytest.fail("something was started"))
     assert cli.main(["soak", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+def test_engines_need_time_to_load(capsys: pytest.CaptureFixture[str], seconds: str) -> None:
+    assert cli.main(["soak", "--rounds", "1", "--startup-seconds", seconds]) == 2
+    assert "--startup-seconds must be greater than 0, and have an end, not" in capsys.readouterr().err
+
+
+def test_a_directory_for_logs_that_takes_none_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert cli.main(["soak", "--rounds", "1", "--log-dir", str(tmp_path / "file" / "logs")]) == 2
+    assert capsys.readouterr().err == (
+        f"kvferry: --log-dir {tmp_path}/file/logs takes no files: Not a directory; name another directory\n"
+    )
 
 
 def test_rounds_begin_until_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.cli import soak_load
 from kvferry.cli.soak_client import Kind, Reply
 from kvferry.cli.soak_load import Addresses, Load, LoadError
 from kvferry.cli.soak_plan import Ask, Mix
@@ -19,6 +20,7 @@ from tests.support.soak_server import ANSWER, SoakServer, serving
 from tests.support.stub_fleet import eventually
 
 SECONDS = 10.0
+LINGER_SECONDS = 0.05
 ASK = Ask(prompt=(1, 2, 3), answer_tokens=len(ANSWER))
 
 
@@ -56,6 +58,9 @@ def world() -> Iterator[World]:
             made.addresses = Addresses(router, reference, "tiny")
             begun.set()
             await ended.wait()
+            # What the clients have left behind on their way out is accepted and closed by its own handlers.
+            await asyncio.sleep(LINGER_SECONDS)
+        await asyncio.sleep(0)
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
@@ -100,14 +105,56 @@ def test_a_failure_needs_no_reference(world: World) -> None:
     assert world.reference.bodies == []
 
 
-def test_what_runs_is_counted_in_tokens_and_what_began_before_is_not(world: World) -> None:
+AWAY = {"ready": False, "prefill": 1, "decode": 0}
+NO_PREFILL = {"ready": False, "prefill": 0, "decode": 1}
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak_load, "_AFTER_FAILURE_SECONDS", 0.0)
+    monkeypatch.setattr(soak_load, "_PAUSE_SECONDS_MIN", 0.001)
+    monkeypatch.setattr(soak_load, "_PAUSE_SECONDS_MAX", 0.01)
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("says", [AWAY, None, {}])
+def test_clients_that_are_refused_wait_until_somebody_decodes(
+    world: World, says: dict[str, Any] | None
+) -> None:
+    world.router.status, world.router.text = 503, '{"error": {"message": "nobody"}}'
+    world.router.health = says
+    with world.load() as load:
+        load.open()
+        # Each asks once, and then only for the router's health; what that says goes on to be asked.
+        assert eventually(lambda: world.router.health_asked >= 20)
+        assert len(world.router.bodies) == 2
+        assert load.is_idle(), "who waits has no request"
+        world.router.status, world.router.text = 200, None
+        world.router.health = NO_PREFILL
+        assert eventually(lambda: load.count_right_since(0.0) >= 6)
+        taken = load.take()
+    assert [outcome.kind for outcome in taken][:2] == [Kind.FAILED, Kind.FAILED]
+    assert {outcome.kind for outcome in taken[2:]} == {Kind.RIGHT}
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_client_that_waits_in_vain_asks_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak_load, "PATIENCE_SECONDS", 0.05)
+    world.router.status, world.router.text = 503, '{"error": {"message": "nobody"}}'
+    world.router.health = AWAY
+    with world.load() as load:
+        load.open()
+        assert eventually(lambda: len(world.router.bodies) >= 6)
+        assert world.router.health_asked > 6
+
+
+def test_what_runs_is_known_and_what_began_before_is_not(world: World) -> None:
     world.router.hangs = True
     with world.load(bound_seconds=0.5) as load:
         asked = load.ask(ASK, Reply(), "victim")
-        assert eventually(lambda: load.prompt_tokens_in_flight == 3)
-        assert not load.is_idle()
+        assert eventually(lambda: not load.is_idle())
         assert load.wait(asked).kind is Kind.LATE
-        assert load.prompt_tokens_in_flight == 0
+        assert load.is_idle()
         world.router.hangs = False
         load.wait(load.ask(ASK, Reply(), "victim"))
         assert load.count_right_since(0.0) == 1
@@ -126,6 +173,15 @@ def test_both_legs_go_to_the_engines_with_their_params(world: World) -> None:
         outcome = load.wait(load.decode_leg(engine, ASK, {"do_remote_prefill": True}, Reply()))
         assert outcome.kind is Kind.FAILED, "an engine that dies cannot say more"
         assert world.router.bodies[1]["kv_transfer_params"] == {"do_remote_prefill": True}
+
+
+def test_a_prefill_leg_without_an_end_is_told(world: World) -> None:
+    assert world.addresses is not None
+    world.router.hangs = True
+    with world.load(bound_seconds=0.2) as load:
+        assert load.wait(load.prefill_leg(world.addresses.router, ASK, {"do_remote_decode": True})).late
+        (outcome,) = load.take()
+    assert (outcome.kind, outcome.what) == (Kind.LATE, "prefill leg: 3 tokens")
 
 
 def test_a_reference_that_does_not_answer_is_an_error_of_the_soak(world: World) -> None:

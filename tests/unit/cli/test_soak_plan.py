@@ -6,8 +6,10 @@ import itertools
 
 import pytest
 
+from kvferry.cli.soak_judge import MEMORY_ROUNDS_MIN
 from kvferry.cli.soak_plan import (
     DOWN_SECONDS_MAX,
+    ROUNDS_WHOLE,
     STOP_SECONDS_MAX,
     STOP_SECONDS_MIN,
     Ask,
@@ -32,15 +34,37 @@ def test_each_twenty_rounds_hold_every_stage_side_and_fault_once(seed: int) -> N
     plans = planned(seed, 60)
     assert [plan.number for plan in plans] == list(range(1, 61))
     for first in (0, 20, 40):
-        twenty = [(plan.stage, plan.target, plan.fault) for plan in plans[first : first + 20]]
+        twenty = [(plan.stage, plan.target, plan.fault) for plan in plans[first : first + ROUNDS_WHOLE]]
         assert len(twenty) == len(ALL)
         assert set(twenty) == ALL
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_each_side_lives_through_the_faults_of_the_other(seed: int) -> None:
-    targets = [plan.target for plan in planned(seed, 20)]
-    assert [len(list(run)) for _, run in itertools.groupby(targets)] == [10, 10]
+def test_a_short_run_sees_both_sides_both_faults_and_several_stages(seed: int) -> None:
+    plans = planned(seed, 4)
+    for count in (2, 3, 4):
+        some = plans[:count]
+        assert {plan.target for plan in some} == set(Target)
+        assert {plan.fault for plan in some} == set(Fault)
+        assert len({plan.stage for plan in some}) == count
+    assert len({(plan.target, plan.fault) for plan in plans}) == 4
+
+
+def lives(plans: list[RoundPlan], target: Target) -> list[int]:
+    """How many rounds each life of a side's only engine lasts, by the ends of rounds that see it."""
+    found = [0]
+    for plan in plans:
+        if plan.target is target and plan.fault is Fault.KILL:
+            found.append(0)
+        found[-1] += 1
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whole_runs_judge_the_memory_of_both_sides(seed: int) -> None:
+    plans = planned(seed, ROUNDS_WHOLE)
+    for target in Target:
+        assert max(lives(plans, target)) >= MEMORY_ROUNDS_MIN + 2
 
 
 def test_the_same_seed_gives_the_same_rounds_and_another_one_others() -> None:

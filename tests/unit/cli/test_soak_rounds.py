@@ -19,10 +19,10 @@ from kvferry.cli.fleet import Fleet
 from kvferry.cli.processes import ServerProcess
 from kvferry.cli.requests import RequestError, fetch
 from kvferry.cli.soak_client import Kind, Reply
-from kvferry.cli.soak_judge import summary
 from kvferry.cli.soak_load import Outcome
 from kvferry.cli.soak_plan import Ask, Fault, Mix, RoundPlan, Stage, Target
-from kvferry.cli.soak_rounds import Rounds, SoakError
+from kvferry.cli.soak_report import summary
+from kvferry.cli.soak_rounds import Rounds
 from kvferry.cli.soak_stages import Gauges, StageError, StageMissedError, Victim
 from tests.support.stub_fleet import ends, stub_spec
 from tests.unit.cli.test_soak_judge import BOUNDS
@@ -136,6 +136,7 @@ class World:
             bounds=BOUNDS,
             startup_seconds=SECONDS,
             report=self.lines.append,
+            count=9,
         )
 
     def strike(self, *faults: Fault, stage: Stage = Stage.HALF, seconds: float = 0.0) -> Rounds:
@@ -177,7 +178,13 @@ def test_a_killed_engine_comes_back_at_its_address(world: World) -> None:
     assert {name for name, _ in result.memory_bytes} == set(NAMES)
     assert all(size > 1 << 20 for size in result.memory_bytes.values())
     assert result.pushed_again_seconds is not None
-    assert world.lines[-1].startswith("round   1  kill prefill-0 at half")
+    assert world.lines[-3] == "round 1 of 9: P (prefill-0) killed at stage half"
+    assert world.lines[-2].startswith(f"    away for {result.away_seconds:.1f} s, pushed again ")
+    assert world.lines[-1].startswith("    requests: ")
+    assert result.recovered_at is not None
+    assert result.recovered_at - result.away_seconds - result.pushed_again_seconds == pytest.approx(
+        result.struck_at
+    )
 
 
 def test_a_stopped_engine_is_stopped_and_goes_on(world: World) -> None:
@@ -231,7 +238,7 @@ def test_nothing_pushed_again_is_a_problem_and_the_last_one(
     assert len(rounds.findings.rounds) == 1
     (problem,) = rounds.findings.problems
     assert problem.startswith("round 1: no pushed transfer within 0 s of prefill-0's return")
-    assert world.lines[-1] == f"PROBLEM: {problem}"
+    assert world.lines[-1] == f"    PROBLEM: {problem}"
 
 
 def test_a_transfer_that_completes_while_requests_fail_is_no_recovery(world: World) -> None:
@@ -272,8 +279,8 @@ def test_an_engine_is_struck_although_its_stage_was_missed_and_the_round_says_so
     [result] = rounds.findings.rounds
     assert not result.seen
     assert rounds.findings.problems == []
-    assert any("kill prefill-0 at (half)" in line for line in world.lines)
-    assert any(line.startswith("1 rounds missed their stage") for line in summary([result], ()))
+    assert any("killed at another stage than half, which did not show" in line for line in world.lines)
+    assert "stages that did not show, struck at another one: half of round 1" in summary([result], ())
 
 
 def test_an_idle_engine_is_struck_before_the_load_begins(world: World) -> None:
@@ -293,12 +300,14 @@ def test_no_round_begins_when_the_time_is_over(world: World) -> None:
 
 def test_a_fleet_that_is_not_well_is_not_struck(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.load.kind = Kind.FAILED
-    with pytest.raises(SoakError, match="a request to the healthy fleet is failed"):
-        world.strike(Fault.KILL)
+    findings = world.strike(Fault.KILL).findings
+    assert findings.problems == ["before the first round: a request to the healthy fleet is failed: "]
+    assert findings.rounds == []
     world.load.kind = Kind.RIGHT
     monkeypatch.setattr(soak_rounds, "read_gauges", lambda url: Gauges())
-    with pytest.raises(SoakError, match="the healthy fleet has pushed nothing"):
-        world.strike(Fault.KILL)
+    findings = world.strike(Fault.KILL).findings
+    assert findings.problems == ["before the first round: the healthy fleet has pushed nothing"]
+    assert findings.rounds == []
 
 
 def test_a_busy_survivor_may_miss_a_question_but_not_all(

@@ -70,3 +70,17 @@ def test_cascade_attention_is_refused():
     given.model_config.disable_cascade_attn = False
     with pytest.raises(UsageError, match="--disable-cascade-attn"):
         read_facts(given, caches(FULL))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "watched"),
+    [
+        ({}, True),
+        ({"use_ray": False, "nnodes_within_dp": 1}, True),
+        ({"use_ray": True}, False),
+        ({"nnodes_within_dp": 2}, False),
+    ],
+)
+def test_whether_ranks_end_with_their_engine(parallel, watched):
+    """P46: a rank watches its parent process. A Ray actor's is not the engine, nor is one's elsewhere."""
+    assert read_facts(config(**parallel), caches(FULL)).ranks_end_with_engine is watched

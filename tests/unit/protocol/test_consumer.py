@@ -381,6 +381,14 @@ def test_unknown_is_tolerated_while_the_prefill_leg_may_be_on_its_way() -> None:
     ]
 
 
+def test_a_status_that_names_one_transfer_many_times_is_answered_with_one_registration() -> None:
+    """A registration is far longer than the entry that asks for it."""
+    rank = Rank()
+    rank.command(receive())
+    entry = TransferStatus(T, C, "unknown", 0, 1)
+    assert rank.hear(Status(transfers=(entry,) * 1000, mark=MARK)) == [registered()]
+
+
 def test_unknown_counts_only_from_a_rank_that_still_owes_something() -> None:
     rank = Rank(TWO, unknown_seconds=5.0)
     rank.command(receive())
@@ -797,20 +805,6 @@ def test_nobody_asks_about_a_peer_that_is_dead_and_only_waited_for() -> None:
     dead(rank)
     assert rank.at(2.0) == [cancelling(reason="peer_lost: reset")]
     assert broken(rank) == []
-
-
-def test_a_peer_that_says_it_is_silent_is_not_waited_for() -> None:
-    """Its own word is a fence, with nothing to wait for; also when evidence of its death has come before."""
-    rank = Rank()
-    rank.command(receive(), announce(U))
-    rank.hear(landed(0, 4))
-    dead(rank)
-    rank.core.handle_peer_silenced(P0, "handshake: refused", 0.5)
-    rank.core.handle_peer_silenced(PeerName("stranger"), "handshake: refused", 0.5)
-    rank.core.check_invariants()
-    assert rank.results() == [failure("handshake: refused", 4)]
-    assert rank.core.states() == {"announced": 1}
-    assert rank.core.next_due() is None
 
 
 def test_who_is_not_waited_for_any_more_is_not_declared_dead() -> None:
@@ -1377,3 +1371,26 @@ def test_closing_withdraws_everything() -> None:
     rank.hear(FENCE)
     assert rank.results() == [failure("closed", cancelled=True)]
     assert not rank.core.expecting
+
+
+def test_the_end_of_an_engine_proves_nothing_of_ranks_that_may_outlive_it() -> None:
+    """P46: a rank that does not watch its engine may still write; only the lapse frees the blocks."""
+    rank = Rank((Link(P0, 1, (100,), ends_with_engine=False),))
+    rank.command(receive())
+    rank.core.handle_link_broken(P0, "reset", rank.now)
+    rank.outputs()
+    rank.core.handle_peer_dead(P0, "refused", rank.now)
+    rank.core.check_invariants()
+    assert Inquire(P0, SOURCE) in rank.at(2.5), "it is asked again"
+    rank.core.handle_peer_dead(P0, "refused", rank.now)
+    rank.at(9.0)
+    assert rank.results() == []
+    rank.at(10.0)
+    [failed] = rank.results()
+    assert isinstance(failed, ReceiveFailed)
+    assert not failed.fenced
+    rank.core.handle_peer_dead(P0, "refused", rank.now)
+    rank.at(LAPSE - 0.1)
+    assert rank.results() == []
+    rank.at(LAPSE + 0.1)
+    assert rank.results() == [BlocksSafe(T, C)]

@@ -38,6 +38,9 @@ from kvferry.protocol.messages import (
 )
 from kvferry.protocol.outputs import Disconnect, Output, PeerFacts, PostSlice, Send
 from kvferry.protocol.producer import ProducerCore
+from kvferry.protocol.producer_peer import FORGOTTEN as FORGOTTEN_TEXT
+from kvferry.protocol.reasons import TABLE_FULL, because
+from kvferry.protocol.sources import FORGOTTEN_PEERS_MAX
 
 T, U, C = TransferId("t"), TransferId("u"), ConsumerId("c0")
 D0, D1 = PeerName("d0"), PeerName("d1")
@@ -113,6 +116,9 @@ def register(
         write_seconds=seconds,
         **more,
     )
+
+
+FORGOTTEN = because(TABLE_FULL, FORGOTTEN_TEXT)
 
 
 def renew(attempt: int = 1, **more: Any) -> Renew:
@@ -633,6 +639,30 @@ def test_a_renewal_keeps_the_lease_though_the_announcement_was_lost() -> None:
     assert rank.results() == [Released(T, "lease_expired")]
 
 
+@pytest.mark.parametrize("consumer", [C, ConsumerId("made up")])
+def test_a_lease_is_not_renewed_for_ever_by_whoever_it_is(consumer: ConsumerId) -> None:
+    """Nobody proves with a renewal that it will ever take the KV."""
+    rank = Rank(held_seconds=100.0)
+    rank.command(*computed(8), Finish(T))
+    rank.hear(Announce(transfer=T, consumer=C))
+    for now in range(10, 100, 10):
+        rank.at(float(now))
+        rank.hear(Renew(transfers=((T, consumer, 1),), write_seconds=10.0))
+    assert rank.results() == []
+    assert rank.at(100.0) == [Send(D0, failed("lease_expired"))]
+    assert rank.results() == [Released(T, "lease_expired")]
+
+
+def test_a_lease_that_is_longer_than_any_renewal_may_last_runs_its_time() -> None:
+    rank = Rank(held_seconds=10.0, lease_seconds=30.0)
+    rank.command(*computed(8), Finish(T))
+    rank.at(29.0)
+    rank.hear(Announce(transfer=T, consumer=C))
+    assert rank.results() == []
+    rank.at(30.0)
+    assert rank.results() == [Released(T, "lease_expired")]
+
+
 @pytest.mark.parametrize("sign", ["announcement", "registration", "repeated registration"])
 def test_every_sign_of_life_keeps_the_lease(sign: str) -> None:
     """P09, P13: what a consumer says first in the last second of a lease starts it anew."""
@@ -720,7 +750,7 @@ def test_a_registration_after_the_lease_writes_nothing_and_the_id_can_be_used_ag
     rank.at(630.0)
     assert rank.core.state.tombstones == {}
     rank.command(*computed(8))
-    rank.hear(register(8))
+    rank.hear(register(8, attempt=2))
     assert len(rank.posts()) == 1
 
 
@@ -1150,8 +1180,7 @@ def test_a_renewal_of_what_has_ended_unheard_is_told_how_it_ended_and_stays_told
     assert rank.hear(renew(attempt=6))[0] == Send(D0, failed("lease_expired", attempt=6))
     rank.command(*computed(8))
     assert rank.hear(register(8, attempt=6)) == [Send(D0, failed("lease_expired", attempt=6))]
-    standing = TransferStatus(T, C, "computing", 8, 5)
-    assert rank.hear(register(8, attempt=5)) == [Send(D0, Status(transfers=(standing,), mark=30.0))]
+    assert rank.hear(register(8, attempt=5)) == [Send(D0, failed(FORGOTTEN, attempt=5))]
     assert rank.posts() == []
 
 
@@ -1169,11 +1198,51 @@ def test_a_fence_that_had_to_be_forgotten_is_not_broken() -> None:
         rank.command(Expect(name, 8), Abandon(name, "x"))
     assert T not in rank.core.state.tombstones
     rank.command(*computed(8))
+    assert rank.hear(register(8)) == [Send(D0, failed(FORGOTTEN))]
+    assert rank.hear(announce()) == [Send(D0, failed(FORGOTTEN))]
+    assert rank.hear(cancel()) == [Send(D0, fence(1))]
+    assert rank.core.state.rows[T].deliveries == {}
+    rank.hear(register(8, attempt=2))
+    assert rank.posts() != [], "another attempt has other blocks"
+
+
+def test_what_was_written_and_forgotten_is_not_written_again() -> None:
+    """P02, P64: `Written` is under way for long, and its consumer registers anew, with the newest mark."""
+    rank = Rank(tombstones_max=1)
+    rank.command(*computed(8), Finish(T))
     rank.hear(register(8))
+    for piece in rank.posts():
+        rank.done(piece.slice)
+    rank.command(Expect(U, 8), Abandon(U, "x"))
+    assert T not in rank.core.state.tombstones
+    rank.now = 1.0
+    rank.command(*computed(8))
+    assert rank.hear(register(8, mark=1.0)) == [Send(D0, failed(FORGOTTEN))]
     assert rank.posts() == []
-    rank.at(1.0)
-    rank.hear(renew())
-    assert rank.posts() != [], "who still wants it has heard a newer mark"
+    rank.hear(register(8), D1)
+    assert rank.posts() != [], "another rank counts for itself"
+
+
+def test_what_is_forgotten_in_its_time_is_not_taken_for_new_either() -> None:
+    rank = Rank()
+    rank.command(*computed(8), Finish(T))
+    rank.hear(register(8))
+    for piece in rank.posts():
+        rank.done(piece.slice)
+    rank.at(120.0)
+    assert rank.core.state.tombstones == {}
+    assert rank.hear(register(8)) == [Send(D0, failed(FORGOTTEN))]
+
+
+def test_of_how_many_ranks_it_is_known_what_was_forgotten_is_bounded() -> None:
+    state = Rank().core.state
+    for number in range(FORGOTTEN_PEERS_MAX + 1):
+        state.forget((PeerName(f"D{number}"), C, 7))
+    state.forget((PeerName("D1"), C, 3))
+    assert len(state.forgotten) == FORGOTTEN_PEERS_MAX
+    assert not state.may_be_forgotten(T, (PeerName("D0"), C, 7)), "the one of longest ago"
+    assert state.may_be_forgotten(T, (PeerName("D1"), C, 7))
+    assert not state.may_be_forgotten(T, (PeerName("D1"), C, 8))
 
 
 def test_an_id_that_is_used_for_ever_is_remembered_within_bounds() -> None:
@@ -1681,15 +1750,15 @@ def test_an_id_of_a_peer_that_is_too_long_is_an_error_of_the_peer(kind: Any) -> 
     assert rank.core.state.rows == {}
 
 
-def test_whom_a_slice_is_in_flight_to() -> None:
+def test_a_peer_is_needed_until_its_delivery_has_ended() -> None:
     rank = Rank()
     rank.command(*computed(8))
+    assert rank.core.peers() == set()
     rank.hear(register(8))
     (piece,) = rank.posts()
-    assert rank.core.writes_to(D0)
-    assert not rank.core.writes_to(D1)
+    assert rank.core.peers() == {D0}
     rank.done(piece.slice)
-    assert not rank.core.writes_to(D0)
+    assert rank.core.peers() == set()
 
 
 @pytest.mark.parametrize(
@@ -1787,3 +1856,98 @@ def test_a_registration_has_no_more_blocks_than_its_peer() -> None:
         output = core.poll_output()
         assert (output is not None) is refused
         assert core.knows(transfer) is not refused
+
+
+def blocks_refused(count: int, limit: int, transfer: TransferId) -> Send:
+    text = f"table_full: {count} blocks of one rank registered, the limit is {limit}"
+    return Send(D0, failed(text, transfer=transfer))
+
+
+@pytest.mark.parametrize(
+    ("facts", "limits"),
+    [(PeerFacts((4,), 8, (2,)), {}), (PeerFacts((4,), 8, (100,)), {"registered_blocks_max": 4})],
+)
+def test_a_peer_has_only_so_many_blocks_registered_together(facts: PeerFacts, limits: dict[str, int]) -> None:
+    """S01: twice what its cache has, or the limit; a refusal is for good, and room comes with every end."""
+    rank = Rank(facts, **limits)
+    rank.hear(register(8))
+    rank.hear(register(8, transfer=U))
+    late = TransferId("late")
+    assert rank.hear(register(4, transfer=late)) == [blocks_refused(5, 4, late)]
+    assert rank.core.state.counts["table_full"] == 1
+    assert rank.hear(register(8)) == [], "what stands may be repeated"
+    rank.hear(cancel())
+    assert rank.hear(register(4, transfer=late)) == [blocks_refused(5, 4, late)]
+    assert rank.hear(register(4, transfer=TransferId("next"))) == []
+    rank.hear(register(8, transfer=TransferId("other")), D1)
+    assert rank.core.state.registered == {D0: 3, D1: 2}, "each peer for itself"
+
+
+def test_every_end_of_a_registration_gives_its_blocks_back() -> None:
+    """What is written, failed or cancelled holds no destination, though it is remembered."""
+    rank = Rank(PeerFacts((4,), 8, (3,)))
+    rank.command(*computed(8, consumers=4), Finish(T))
+    rank.hear(register(8))
+    [piece] = rank.posts()
+    rank.done(piece.slice)
+    rank.hear(register(8, consumer=ConsumerId("c1")))
+    rank.hear(cancel(consumer=ConsumerId("c1")))
+    rank.hear(register(12, consumer=ConsumerId("c2")))
+    assert rank.core.state.registered == {}
+    assert len(rank.core.state.rows[T].deliveries) == 3
+
+
+def test_a_renewal_that_names_one_transfer_many_times_is_answered_once() -> None:
+    rank = Rank()
+    rank.command(*computed(8))
+    rank.hear(register(4))
+    answers = rank.hear(Renew(transfers=((T, C, 1),) * 1000, write_seconds=10.0))
+    [status] = [output.message for output in answers if isinstance(output, Send)]
+    assert isinstance(status, Status)
+    assert len(status.transfers) == 1
+
+
+def test_transfers_that_only_peers_speak_of_leave_room_for_the_hosts() -> None:
+    """S01: names that a peer makes up keep no prefill from being handed out."""
+    rank = Rank(transfers_max=4)
+    names = [TransferId(f"made up {number}") for number in range(3)]
+    for name in names[:2]:
+        assert rank.hear(Announce(transfer=name, consumer=C)) != [
+            Send(D0, failed("table_full", transfer=name))
+        ]
+    assert rank.hear(Announce(transfer=names[2], consumer=C)) == [
+        Send(D0, failed("table_full", transfer=names[2]))
+    ]
+    rank.command(*computed(8), *computed(8, U))
+    assert rank.core.state.counts == {"table_full": 1}, "the host has room"
+    rank.at(40.0)
+    assert rank.core.state.early == set()
+    rank.command(Finish(T), Finish(U))
+    rank.hear(Announce(transfer=TransferId("real"), consumer=C))
+    rank.command(Expect(TransferId("real"), 8))
+    assert rank.core.state.early == set()
+    assert len(rank.core.state.rows) == 3
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_rank_that_closes_admits_nothing_and_tells_who_asks(is_known: bool) -> None:
+    """P66: whoever comes while the last slices drain hears the end at once, not when the connection ends."""
+    rank = Rank()
+    if is_known:
+        rank.command(*computed(8))
+    rank.core.handle_close(rank.now)
+    late = ConsumerId("late")
+    assert rank.hear(Announce(transfer=T, consumer=C)) == [Send(D0, failed("closed"))]
+    assert rank.hear(register(8, consumer=late)) == [Send(D0, failed("closed", consumer=late))]
+    assert rank.hear(register(8, consumer=late)) == [Send(D0, failed("closed", consumer=late))]
+    assert rank.hear(cancel(attempt=2)) == [Send(D0, fence(2))]
+    told, status = rank.hear(Renew(transfers=((T, C, 3),), write_seconds=10.0))
+    assert told == Send(D0, failed("closed", attempt=3))
+    assert isinstance(status, Send)
+    assert isinstance(status.message, Status)
+    rank.command(*computed(8, U), Finish(U))
+    assert [result for result in rank.results() if isinstance(result, Released)] == [
+        Released(U, "table_full")
+    ]
+    assert rank.posts() == []
+    assert not any(row.open_deliveries() for row in rank.core.state.rows.values())

@@ -38,7 +38,7 @@ unknown     queued    !           !       !          ended
 queued      !         computing   held    abandoned  !
 computing   !         computing   held    abandoned  !
 held        !         -           !       abandoned  ended
-abandoned   !         -           -       -          ended
+abandoned   !         -           !       !          ended
 ended       !         !           !       !          !
 """
 DELIVERY_GRID = """
@@ -46,9 +46,9 @@ DELIVERY_GRID = """
 announced   registered  !         fetched  stopping  stopping  !               !
 registered  -           written   !        stopping  stopping  !               !
 stopping    -           written   -        stopping  -         failed          cancelled
-written     -           !         -        -         -         !               !
-failed      -           !         -        -         -         !               !
-cancelled   -           !         -        -         -         !               !
+written     !           !         -        !         !         !               !
+failed      !           !         -        !         !         !               !
+cancelled   !           !         -        !         !         !               !
 fetched     -           !         -        -         -         !               !
 """
 RECEPTION_GRID = """
@@ -56,17 +56,17 @@ RECEPTION_GRID = """
 announced    waiting  !         !        !       !            ended
 waiting      !        ended     failing  !       !            !
 failing      !        !         -        ended   quarantined  !
-quarantined  !        !         -        ended   -            !
+quarantined  !        !         -        ended   !            !
 ended        !        !         !        !       !            !
 """
 PART_GRID = """
            tell  written  failed  cancelled  lost
-untold     told  !        failed  cancelled  lost
+untold     told  !        failed  cancelled  !
 told       told  written  failed  cancelled  lost
-written    !     -        -       -          -
-failed     !     -        -       -          -
-cancelled  !     -        -       -          -
-lost       !     -        -       -          -
+written    !     -        -       -          !
+failed     !     -        -       -          !
+cancelled  !     -        -       -          !
+lost       !     -        -       -          !
 """
 MACHINES = {
     "source": (SOURCE, SourceState, SourceEvent, SOURCE_GRID, SourceState.UNKNOWN),

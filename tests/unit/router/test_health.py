@@ -124,12 +124,16 @@ async def test_a_loading_prefill_engine_becomes_ready_by_itself() -> None:
             assert len(prefill.probes) == 1
 
 
-async def test_an_engine_that_was_down_is_asked_for_its_identity_again() -> None:
+async def test_an_engine_that_was_down_is_asked_for_its_identity_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="kvferry.router.health")
     async with router_world() as world:
         await world.p.stop()
         await world.check()
         (worker,) = world.router.pool.workers(Role.PREFILL)
         assert worker.source is None
+        assert f"prefill {worker.url} is not ready: cannot be reached: " in caplog.text
         world.p.identity = source("engine-p0", incarnation="second")
         await world.p.start()
         await world.check()

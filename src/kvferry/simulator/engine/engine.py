@@ -98,6 +98,7 @@ class Engine:
         random = Random(ground.seed * 65537 + facts.port * 64 + life)
         self.incarnation = Incarnation(f"i{life}{random.getrandbits(32):08x}")
         self._directory_from = ground.now + (facts.start_seconds if life else 0.0)
+        self._gone = False
         self._requests: dict[str, Request] = {}
         self.ranks = [self._rank(tp) for tp in range(facts.cache.tp_size)]
         self.core = Core(ground, random, self.ranks, facts.pace.depth, self._tell_decoding)
@@ -126,6 +127,7 @@ class Engine:
             identity,
             slot,
             clock,
+            self.facts.limits,
             self.facts.agent_lag_seconds,
         )
 
@@ -152,7 +154,7 @@ class Engine:
             SchedulerProducer(known, self.pins),
             consumer,
             outcomes,
-            Starvation(self.ground.limits.starved_seconds),
+            Starvation(facts.limits.starved_seconds),
             ProcessClock(self.ground.clock, *self.ground.clock_error()),
             skip=partial(counter.skip, outcomes),
             count=partial(counter.end, outcomes),
@@ -226,8 +228,9 @@ class Engine:
 
     def crash(self, noticed_after_seconds: float = 0.0) -> None:
         """The ranks' processes are gone as well; nothing happens when they are."""
-        if not self.ranks[0].alive:
+        if self._gone:
             return
+        self._gone = True
         for process in self.ranks:
             process.die()
         names = tuple(process.name for process in self.ranks)
@@ -297,6 +300,11 @@ class Engine:
             self._around.router.leg_ended(request)
         elif request.is_decode and request.decoding:
             self._around.router.leg_preempted(request)
+
+
+def is_broken(engine: Engine) -> bool:
+    """Whether some rank's agent has stopped."""
+    return any(process.broken for process in engine.ranks)
 
 
 class Counter:

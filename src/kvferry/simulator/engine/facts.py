@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.ids import EngineId
+from kvferry.protocol.limits import Limits
 from kvferry.simulator.ground.arena import CacheShape
 
 
@@ -32,6 +33,7 @@ class EngineFacts:
     consumes: bool
     cache: CacheShape
     pace: Pace
+    limits: Limits
     waiting_blocks_share: float
     quarantine_share: float
     agent_lag_seconds: float

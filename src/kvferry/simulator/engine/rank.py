@@ -19,18 +19,22 @@ from kvferry.agent.loop import Loop
 from kvferry.agent.stats import Stats
 from kvferry.ids import PeerName
 from kvferry.protocol.commands import Command, Result
+from kvferry.protocol.limits import Limits
+from kvferry.simulator.engine.transport import BrokenError, RankTransport
 from kvferry.simulator.ground.arena import Slot
 from kvferry.simulator.ground.clock import ProcessClock
 from kvferry.simulator.ground.events import Commanded, Reported
 from kvferry.simulator.ground.ground import Ground
 from kvferry.simulator.ground.schedule import Entry
-from kvferry.transport.memory import MemoryFabric, MemoryTransport
+from kvferry.transport.memory import MemoryFabric
 
 LOOK_SECONDS = 0.2
 """While something is in flight an agent is stepped at least this often: it may have failed silently."""
 CALM_LOOK_SECONDS = 1.0
 """The same where nobody is cut off: then what ends tells so."""
 
+IDLE_SECONDS_MAX = 60.0
+"""Agents that give idle links up sooner than this are stepped for it."""
 SPIN_STEPS = 256
 SPIN_SECONDS = 0.002
 """So many steps within so little time are more than commands and polling account for."""
@@ -58,6 +62,19 @@ class Resolvers(Protocol):
         ...
 
 
+class RankDesk(Desk):
+    """A desk whose results are seen."""
+
+    def __init__(self, limits: Limits, seen: Callable[[Result], None]) -> None:
+        super().__init__(limits)
+        self._seen = seen
+
+    def deliver(self, result: Result) -> None:
+        """Pass a result on to whoever waits for it."""
+        self._seen(result)
+        super().deliver(result)
+
+
 class RankProcess:
     """One rank of one life of an engine. Dead for good after `die`."""
 
@@ -69,6 +86,7 @@ class RankProcess:
         identity: Identity,
         slot: Slot,
         clock: ProcessClock,
+        limits: Limits,
         lag_seconds_max: float,
     ) -> None:
         self.ground = ground
@@ -76,23 +94,26 @@ class RankProcess:
         self.name: PeerName = identity.peer
         self.slot = slot
         self.clock = clock
+        self.limits = limits
         self.alive = True
+        self.broken = False
+        """The agent has stopped, and the process lives on."""
         self.stalled_until = 0.0
         self.has_reported: Callable[[], None] = _nobody
         self._random = Random(ground.seed * 4093 + slot.number)
-        self._lag_seconds_max = lag_seconds_max
-        self.transport = MemoryTransport(network.fabric, self.name)
+        self.lag_seconds_max = lag_seconds_max
+        self.transport = RankTransport(network.fabric, self.name)
         self.transport.register(slot.cache.regions)
         self.metadata = self.transport.local_metadata()
-        self.desk = Desk(ground.limits)
+        self.desk = RankDesk(limits, self._delivered)
         self.loop = Loop(
             identity,
             slot.cache,
             self.transport,
-            ground.limits,
+            limits,
             resolvers.of(self),
             self.desk.inbox,
-            self._deliver,
+            self.desk.deliver,
             Stats(),
             clock,
         )
@@ -157,21 +178,35 @@ class RankProcess:
         self.stalled_until = max(self.stalled_until, self.ground.now + seconds)
 
     def unstall(self) -> None:
-        """It runs again."""
+        """It runs again, and nothing of it breaks any more."""
         self.stalled_until = 0.0
+        self.transport.breaks_at = None
+        self.transport.refuses_until = 0.0
         self.wake()
 
     def step(self) -> None:
         """Run the agent once."""
         self._due = None
         now = self.ground.now
-        if not self.alive:
+        if not self.alive or self.broken:
             return
         if now < self.stalled_until:
             self._due = self.ground.at(self.stalled_until, self.step)
             return
         self._watch()
-        pause = self.loop.step()
+        try:
+            pause = self.loop.step()
+        except BrokenError as error:
+            self.broken = True
+            self.desk.fail_everything(self.loop, error)
+            return
+        if self.loop.closing and self.loop.quiet:
+            rows = self.loop.producer.state.rows.values()
+            untold = [one.name for row in rows for one in row.open_deliveries()]
+            assert not untold, f"{self.name} leaves and has not told the end of {untold}"
+            self.transport.close()
+            self.die()
+            return
         self.loop.producer.check_invariants()
         self.loop.consumer.check_invariants()
         self._stepped_at = now
@@ -190,6 +225,11 @@ class RankProcess:
             self._steps_since = self.ground.now
             assert seconds > SPIN_SECONDS, f"{self.name} spins: {SPIN_STEPS} steps in {seconds:g} s"
 
+    def close(self) -> None:
+        """Tell every peer, wait for what is in flight, and end."""
+        self.desk.close()
+        self.wake()
+
     def die(self) -> None:
         """The process is gone."""
         self.alive = False
@@ -205,6 +245,8 @@ class RankProcess:
         if not self.loop.quiet:
             seconds = LOOK_SECONDS if self._network.is_troubled else CALM_LOOK_SECONDS
             looks.append(self.ground.now + seconds)
+        if self.limits.idle_seconds < IDLE_SECONDS_MAX:
+            looks.append(self.ground.now + self.limits.idle_seconds)
         timers = (self.loop.producer.next_due(), self.loop.consumer.next_due())
         looks += [max(self.clock.true_at(due), self.ground.now) for due in timers if due is not None]
         if looks:
@@ -224,17 +266,16 @@ class RankProcess:
 
     def _step_at(self, at_seconds: float) -> None:
         at_seconds = max(at_seconds, self.stalled_until)
-        if self._lag_seconds_max:
-            at_seconds += self._random.random() * self._lag_seconds_max
+        if self.lag_seconds_max:
+            at_seconds += self._random.random() * self.lag_seconds_max
         if self._due is not None:
             if self._due.at_seconds <= at_seconds:
                 return
             self._due.cancel()
         self._due = self.ground.at(at_seconds, self.step)
 
-    def _deliver(self, result: Result) -> None:
+    def _delivered(self, result: Result) -> None:
         self.ground.emit(Reported(self.ground.now, self.name, result))
-        self.desk.deliver(result)
         self.has_reported()
 
 

@@ -70,6 +70,8 @@ class Worker:
     began: Callable[[Step], None]
     ended: Callable[[Step, RankIndex], None]
     stalled_until: float = 0.0
+    raises: Callable[[], None] | None = None
+    """Hears that the next forward pass that computes KV for others has raised."""
     host: FerryWorker = field(init=False)
     _face: Face = field(init=False)
     _steps: deque[Step] = field(default_factory=deque)
@@ -99,8 +101,9 @@ class Worker:
         self._next()
 
     def unstall(self) -> None:
-        """The thread runs again."""
+        """The thread runs again, and its forward passes succeed."""
         self.stalled_until = 0.0
+        self.raises = None
 
     @property
     def has_results(self) -> bool:
@@ -168,6 +171,11 @@ class Worker:
         """The forward pass has been launched, and has ended where the engine is not asynchronous."""
         assert self._steps[0] is step, "a rank runs its steps in order"
         ground = self.process.ground
+        if self.raises is not None and step.orders.advances:
+            # The core learns of it and ends; this thread does nothing more.
+            self.host.save(step.orders, succeeded=False)
+            self.raises()
+            return
         lag = self.device_lag_seconds * self.process.jitter()
         self._launched += 1
         self._free_at = max(self._free_at, ground.now + lag)

@@ -17,6 +17,7 @@ from kvferry.simulator.ground.events import (
     Commanded,
     DecodeStarted,
     Healed,
+    ItemBegan,
     MessageEnded,
     MessageSent,
     Observed,
@@ -72,18 +73,40 @@ NEEDED = {
 }
 """The kind of fault among `options.FAULTS` that must be switched on for an aim's."""
 
-_HARD = [
-    (HANDSHAKE, grid.POST_REFUSED),
-    (HANDSHAKE, grid.STALLED),
-    (HANDSHAKE, grid.D_PREEMPTION),
-    (RECEIVED, grid.D_PREEMPTION),
-    (SOME_DONE, grid.P_ABORT),
-    (SOME_DONE, grid.P_PREEMPTION),
-    (ALL_DONE, grid.P_PREEMPTION),
-    (TOLD, grid.STALLED),
-    (DECODING, grid.STALLED),
-]
-"""Cells that need several things at once; most aims at them are in vain, so they are aimed at more often."""
+_OF_POSTS = (grid.POST_REFUSED, grid.RANK_ERROR, grid.STALLED)
+_HARD: dict[int, tuple[tuple[str, str], ...]] = {
+    4: (
+        *(
+            (stage, fault)
+            for stage in (HANDSHAKE, SOME_DONE, TOLD)
+            for fault in (grid.D_CRASH, grid.PEER_BACK)
+        ),
+        *(
+            (stage, fault)
+            for stage in (SENT, HANDSHAKE, DECODING)
+            for fault in (*_OF_POSTS, grid.P_PREEMPTION)
+        ),
+        *((stage, fault) for stage in (ALL_DONE, TOLD) for fault in _OF_POSTS),
+        *((stage, grid.LEASE_ENDS) for stage in (HANDSHAKE, POSTED, SOME_DONE)),
+        *((stage, grid.D_PREEMPTION) for stage in (SENT, POSTED)),
+        *((TOLD, fault) for fault in (grid.MESSAGE_LOST, grid.MESSAGE_DOUBLED)),
+        (SOME_DONE, grid.STALLED),
+    ),
+    10: (
+        *((ALL_DONE, fault) for fault in (grid.P_ABORT, grid.P_PREEMPTION, grid.LEASE_ENDS, grid.RANK_ERROR)),
+        *((TOLD, fault) for fault in (grid.P_ABORT, grid.LEASE_ENDS, grid.D_PREEMPTION, grid.MESSAGE_LATE)),
+        (SENT, grid.STALLED),
+    ),
+    20: (
+        *((stage, grid.D_PREEMPTION) for stage in (RECEIVED, HANDSHAKE, SOME_DONE, ALL_DONE)),
+        *((SOME_DONE, fault) for fault in (grid.P_ABORT, grid.P_PREEMPTION)),
+        *((TOLD, fault) for fault in (*_OF_POSTS, grid.P_PREEMPTION)),
+        (HANDSHAKE, grid.STALLED),
+    ),
+}
+"""Cells that chance seldom meets, by how much more often they are aimed at; most of these aims miss."""
+_SPLIT = tuple((QUEUED, fault) for fault in _OF_POSTS)
+"""Cells of a request that some ranks have registered and others have not."""
 _EARLY = frozenset({QUEUED, SENT, RECEIVED, HANDSHAKE})
 _OF_A_RUNNING_PREFILL = frozenset({grid.P_ABORT, grid.P_PREEMPTION})
 _OF_ANOTHER_CONSUMER = frozenset({grid.POST_REFUSED, grid.RANK_ERROR, grid.STALLED, grid.D_PREEMPTION})
@@ -109,6 +132,7 @@ class Aim:
     """Requests that were kept at the stage, or brought near it."""
     armed: Course | None = None
     """The request for whose links a fault waits."""
+    began: bool = False
 
     def __post_init__(self) -> None:
         """A preemption on D may have to be asked for many times."""
@@ -134,13 +158,8 @@ class Aim:
 def draw(world: World) -> list[Aim]:
     """The aims of a history, from a random source of their own."""
     random = stream(world.seed, _STREAM)
-    count = random.choice((0, 1, 2, 3))
-    cells = [(stage, fault) for stage in STAGES for fault in FAULTS if (stage, fault) not in IMPOSSIBLE]
-    ending = [cell for cell in cells if cell[1] == grid.LEASE_ENDS]
-    # Where the lease outlives the faults such an aim is in vain; elsewhere it makes up for that.
-    in_vain = world.limits.lease_seconds + 1.0 > world.shape.safety_seconds
-    cells = [cell for cell in cells if cell not in ending] if in_vain else cells + 5 * ending
-    cells += 4 * _HARD
+    count = random.choice((0, 1, 2, 3, 4))
+    cells = _weighted(world)
     drawn = [
         (random.choice(cells), random.choice((0, 0, 1, 3)), random.getrandbits(32)) for _ in range(count)
     ]
@@ -149,6 +168,18 @@ def draw(world: World) -> list[Aim]:
         for index, ((stage, fault), skip, seed) in enumerate(drawn)
         if NEEDED[fault] in world.faults
     ]
+
+
+def _weighted(world: World) -> list[tuple[str, str]]:
+    """Cells to choose from, hard ones several times and those that this world cannot have not at all."""
+    cells = [(stage, fault) for stage in STAGES for fault in FAULTS if (stage, fault) not in IMPOSSIBLE]
+    cells += [cell for times, hard in _HARD.items() for cell in times * hard]
+    # Where the lease outlives the faults such an aim is in vain; elsewhere it makes up for that.
+    in_vain = world.limits.lease_seconds + 1.0 > world.shape.safety_seconds
+    ending = [cell for cell in cells if cell[1] == grid.LEASE_ENDS]
+    cells = [cell for cell in cells if cell[1] != grid.LEASE_ENDS] if in_vain else cells + 3 * ending
+    alone = all(facts.cache.tp_size == 1 for facts in world.shape.engines)
+    return [cell for cell in cells if cell not in _SPLIT] if alone else [*cells, *(8 * _SPLIT)]
 
 
 class Aims:
@@ -204,6 +235,9 @@ class Aims:
                 self._strike(aim, course)
 
     def _strike(self, aim: Aim, course: Course) -> None:
+        if (aim.stage, aim.fault) in _SPLIT and not self._strikes.split(course):
+            return
+        self._begin(aim)
         fault = BY_LINK.get(aim.fault)
         if fault is not None:
             self._links.arm(fault, course)
@@ -211,6 +245,12 @@ class Aims:
             aim.tries_left -= 1
         elif self._strikes.strike(aim.fault, course, aim.random):
             aim.tries_left -= 1
+
+    def _begin(self, aim: Aim) -> None:
+        """Tell of it before it strikes for the first time."""
+        if not aim.began:
+            aim.began = True
+            self._world.emit(ItemBegan(self._world.now, aim.number, str(aim)))
 
     def _disarm(self, aim: Aim) -> None:
         if aim.armed is not None:
@@ -240,4 +280,5 @@ class Aims:
             for course in hand.courses if hand.running else ():
                 if course not in aim.met and aim.meets(course) and aim.tries_left > 0:
                     aim.tries_left -= 1
+                    self._begin(aim)
                     self._last_chunk.wait(aim.fault, course, aim.random, lambda: aim in self._open)

@@ -9,6 +9,7 @@ from random import Random
 from kvferry.simulator.engine.engine import Engine
 from kvferry.simulator.engine.rank import RankProcess
 from kvferry.simulator.faults import plots
+from kvferry.simulator.faults.breakages import Breakages
 from kvferry.simulator.faults.levers import Levers
 from kvferry.simulator.world.world import World
 from kvferry.transport.memory import MessageFault, PostFault
@@ -128,16 +129,44 @@ def _break_connections_to(levers: Levers, engine: Engine) -> None:
             levers.break_connection(ours.name, theirs.name)
 
 
+def _close(levers: Levers, random: Random) -> None:
+    engine = _engine(levers.world, random)
+    if engine is not None:
+        back_after_seconds = random.choice((0.0, 0.3, 2.0, 15.0, None))
+        Breakages(levers).close(engine.facts.engine, back_after_seconds)
+
+
 def _directory(levers: Levers, random: Random) -> None:
-    world = levers.world
+    resolver, now = levers.world.resolver, levers.world.now
     seconds = random.choice((1.0, 5.0, 20.0))
-    if random.random() < 0.5:
-        world.resolver.slow_until = world.now + seconds
-        world.resolver.slow_seconds = random.choice((0.5, 5.0))
-    else:
-        engine = _engine(world, random)
-        if engine is not None:
-            world.resolver.unready_until[engine.facts.engine] = world.now + seconds
+    kind = random.choice(("slow", "slow", "slow", "unready", "unready", "misled"))
+    engine = _engine(levers.world, random)
+    if kind == "slow":
+        resolver.slow_until = now + seconds
+        resolver.slow_seconds = random.choice((0.5, 5.0))
+    elif engine is not None:
+        until = resolver.unready_until if kind == "unready" else resolver.misled_until
+        until[engine.facts.engine] = now + seconds
+
+
+def _agent_breaks(levers: Levers, random: Random) -> None:
+    process = _rank(levers.world, random)
+    if process is not None:
+        Breakages(levers).break_agent(process, random)
+
+
+def _forward_fails(levers: Levers, random: Random) -> None:
+    pair = _pair(levers.world, random)
+    if pair is not None:
+        rank = random.randrange(len(pair[0].ranks))
+        lingers, back = random.choice((0.05, 0.2, 0.4)), random.choice((0.0, 0.3, 2.0, 15.0))
+        Breakages(levers).fail_forward(pair[0].facts.engine, rank, lingers, back)
+
+
+def _hello_refused(levers: Levers, random: Random) -> None:
+    pair = _ranks(levers.world, random)
+    if pair is not None:
+        Breakages(levers).refuse_hellos(pair[0], random.choice((0.2, 2.0, 10.0)) * random.random())
 
 
 def _message(fault: MessageFault) -> Callable[[Levers, Random], None]:
@@ -198,9 +227,13 @@ def _stall_engine(levers: Levers, random: Random) -> None:
 
 _INJECT: dict[str, Callable[[Levers, Random], None]] = {
     "abort": _abort,
+    "agent_breaks": _agent_breaks,
+    "close": _close,
     "connection": _connection,
     "crash": _crash,
     "directory": _directory,
+    "forward_fails": _forward_fails,
+    "hello_refused": _hello_refused,
     "late_write": plots.late_write,
     "mailbox": _stall_agent,
     "message_doubled": _message(MessageFault.DOUBLE),

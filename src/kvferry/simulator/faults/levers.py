@@ -45,7 +45,7 @@ class Levers:
         if leg is None or not leg.engine.alive or not leg.engine.preempt(request):
             return False
         # What happens follows in the next plan.
-        self._tell("preempt", request, self._transfer_of(request))
+        self.tell("preempt", request, self._transfer_of(request))
         return True
 
     def preempt_prefill(self, transfer: TransferId) -> bool:
@@ -61,7 +61,7 @@ class Levers:
         dispatch = self.world.router.dispatches.get(transfer)
         if dispatch is None or dispatch.cancelled:
             return False
-        self._tell("replay", transfer, transfer)
+        self.tell("replay", transfer, transfer)
         self.world.router.replay(dispatch)
         return True
 
@@ -83,7 +83,7 @@ class Levers:
         if life is None:
             return False
         what = f"{engine}, noticed after {noticed_after_seconds:g} s, ranks linger {ranks_linger_seconds:g} s"
-        self._tell("crash", what)
+        self.tell("crash", what)
         self.world.engines[engine] = None
         life.crash_core()
         if ranks_linger_seconds:
@@ -102,7 +102,7 @@ class Levers:
 
     def _start(self, engine: EngineId) -> None:
         if self.world.engines[engine] is None:
-            self._tell("restart", engine)
+            self.tell("restart", engine)
             self.world.start(engine)
 
     def stall_agent(self, rank: PeerName, seconds: float) -> bool:
@@ -110,7 +110,7 @@ class Levers:
         process = self.world.network.process(rank)
         if not process.alive:
             return False
-        self._tell("stall_agent", f"{rank} for {seconds:.3f} s")
+        self.tell("stall_agent", f"{rank} for {seconds:.3f} s")
         process.stall(self._capped(seconds))
         return True
 
@@ -119,7 +119,7 @@ class Levers:
         life = self.world.engines.get(engine)
         if life is None:
             return False
-        self._tell("stall_engine", f"{engine} {'core' if rank is None else rank} for {seconds:.3f} s")
+        self.tell("stall_engine", f"{engine} {'core' if rank is None else rank} for {seconds:.3f} s")
         _stall(life, self._capped(seconds), rank)
         return True
 
@@ -127,7 +127,7 @@ class Levers:
 
     def cut(self, source: EngineId, target: EngineId, seconds: float | None = None) -> bool:
         """Nothing gets from one engine to another, for so long or until the safety phase ends."""
-        self._tell("partition", f"{source} to {target} for {seconds} s")
+        self.tell("partition", f"{source} to {target} for {seconds} s")
         self.world.network.cut(source, target)
         if seconds is not None:
             self.world.later(seconds, partial(self.world.network.heal, source, target))
@@ -137,18 +137,18 @@ class Levers:
         """One rank's connection to another dies although both live."""
         if not self.world.network.fabric.break_connection(source, target):
             return False
-        self._tell("connection", f"{source} to {target}")
+        self.tell("connection", f"{source} to {target}")
         return True
 
     def message_fault(self, source: PeerName, target: PeerName, fault: MessageFault, count: int = 1) -> bool:
         """The next messages from one rank to another are lost, doubled or late."""
-        self._tell(f"message_{_MESSAGE[fault]}", f"{count} from {source} to {target}")
+        self.tell(f"message_{_MESSAGE[fault]}", f"{count} from {source} to {target}")
         self.world.network.fabric.inject(source, target, *[fault] * count)
         return True
 
     def post_fault(self, source: PeerName, target: PeerName, fault: PostFault, count: int = 1) -> bool:
         """The next writes from one rank to another are refused, broken, stalled or late."""
-        self._tell(f"post_{_POST[fault]}", f"{count} from {source} to {target}")
+        self.tell(f"post_{_POST[fault]}", f"{count} from {source} to {target}")
         self.world.network.fabric.inject(source, target, *[fault] * count)
         return True
 
@@ -156,7 +156,8 @@ class Levers:
         """Not beyond the end of the safety phase, where it has not ended."""
         return seconds if self.world.healed_at is None else 0.0
 
-    def _tell(self, kind: str, what: str, *transfers: TransferId | None) -> None:
+    def tell(self, kind: str, what: str, *transfers: TransferId | None) -> None:
+        """Let observers know."""
         known = tuple(transfer for transfer in transfers if transfer is not None)
         self.world.emit(FaultInjected(self.world.now, kind, what, known))
 

@@ -90,8 +90,8 @@ class Strikes:
 
         In vain where faults stop before, or where nobody is left who needs the lease.
         """
-        seconds = self.world.limits.lease_seconds + 1.0
         hand = self.stages.hands[course.transfer]
+        seconds = self.world.fleet.facts(hand.engine).limits.lease_seconds + 1.0
         served = sum(1 for one in hand.courses if one.gone or len(one.received) == len(one.ranks))
         if self.world.now + seconds > self.world.shape.safety_seconds or served >= hand.consumers > 0:
             return False
@@ -108,6 +108,18 @@ class Strikes:
         writers = self.stages.hands[course.transfer].ranks if stage in (POSTED, SOME_DONE) else ()
         for rank in (*course.ranks, *writers):
             levers.stall_agent(rank, HOLD_SECONDS)
+
+    def split(self, course: Course) -> bool:
+        """Hold those ranks of its engine back that have not been given the request's destination yet.
+
+        The others have registered theirs by then, and are written to. In vain where all have it, or none.
+        """
+        late = [index for index, rank in enumerate(course.ranks) if rank not in course.wanted]
+        if not late or not course.wanted:
+            return False
+        for index in late:
+            self.levers.stall_engine(course.engine, HOLD_SECONDS, rank=index)
+        return True
 
     def part(self, course: Course, random: Random) -> None:
         """Let others of its transfer arrive, maybe on another engine, who are slow to find the producer."""

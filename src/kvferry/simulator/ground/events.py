@@ -142,6 +142,14 @@ class RequestEnded(Observed):
 
 
 @dataclass(frozen=True, slots=True)
+class ItemBegan(Observed):
+    """What has a number in this history begins: a workload item, a fault by chance, a stroke of an aim."""
+
+    number: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
 class FaultInjected(Observed):
     """Something went wrong on purpose. `kind` is one of `grid.FAULTS` or a name of its own; `what` is for
     people."""

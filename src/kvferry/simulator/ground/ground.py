@@ -6,13 +6,14 @@ from collections.abc import Callable
 from random import Random
 from typing import Any, Protocol, runtime_checkable
 
-from kvferry.protocol.limits import Limits
 from kvferry.simulator.ground import arena
 from kvferry.simulator.ground.clock import TrueClock
 from kvferry.simulator.ground.content import Contents
 from kvferry.simulator.ground.events import Observed, Observer
 from kvferry.simulator.ground.schedule import Entry, Schedule
 
+CLOCK_ERROR_MAX = 5e-3
+"""Of a process's rate, either way: two of them differ by as much as the protocol allows for."""
 _CLOCKS = 3
 """Among the random sources of a seed."""
 
@@ -34,9 +35,8 @@ class Choosy(Protocol):
 class Ground:
     """The ground of one history. It knows none of those who stand on it."""
 
-    def __init__(self, seed: int, limits: Limits, contents: Contents, *, clocks_differ: bool) -> None:
+    def __init__(self, seed: int, contents: Contents, *, clocks_differ: bool) -> None:
         self.seed = seed
-        self.limits = limits
         self.contents = contents
         self.clock = TrueClock()
         self.schedule = Schedule()
@@ -66,7 +66,10 @@ class Ground:
 
     def clock_error(self) -> tuple[float, float]:
         """Offset and rate of one more process's clock."""
-        offset, rate = self._clocks.random() * 1e6, 1 + self._clocks.uniform(-1e-3, 1e-3)
+        offset, rate = (
+            self._clocks.random() * 1e6,
+            1 + self._clocks.uniform(-CLOCK_ERROR_MAX, CLOCK_ERROR_MAX),
+        )
         return (offset, rate) if self._clocks_differ else (0.0, 1.0)
 
     # --- what happens --------------------------------------------------------------------------------

@@ -6,37 +6,50 @@ from dataclasses import dataclass
 
 from kvferry.errors import UsageError
 
-WORLDS = ("small", "both", "wide", "tall", "long", "calm")
-"""Names of the worlds; `world.shape` says what each is."""
+WORLDS: dict[str, str] = {
+    "small": "one prefill engine and one or two decode engines",
+    "both": "every engine prefills and decodes",
+    "wide": "up to eight prefill engines and up to eight decode engines",
+    "tall": "engines of four ranks each",
+    "long": "many more requests, for longer",
+    "calm": "no faults; everything must succeed, and soon",
+}
+"""The worlds, each in words; `world.shape` makes them."""
 
-FAULTS = (
-    "abort",
-    "clock",
-    "connection",
-    "crash",
-    "directory",
-    "late_write",
-    "leg_late",
-    "leg_missing",
-    "longer_prompt",
-    "mailbox",
-    "message_doubled",
-    "message_late",
-    "message_lost",
-    "partition",
-    "post_broken",
-    "post_failed",
-    "post_late",
-    "post_refused",
-    "post_stalled",
-    "preempt",
-    "replay",
-    "stale_incarnation",
-    "stall_agent",
-    "stall_engine",
-    "table",
-)
-"""Kinds of faults, each of which can be switched off."""
+FAULTS: dict[str, str] = {
+    "abort": "a client leaves; one engine or both hear of it",
+    "agent_breaks": "a rank's agent stops for good; its engine lives on, and is started anew later",
+    "clock": "clocks of processes differ, and run at different speeds",
+    "close": "an engine is stopped in good order, and comes back or stays away",
+    "connection": "a connection between two ranks breaks though both live",
+    "crash": "an engine dies with all its processes, and starts again",
+    "directory": "finding an engine's ranks takes seconds, or fails for a while, or another engine answers",
+    "forward_fails": "a forward pass raises on one rank of a prefill engine, which ends of it",
+    "hello_refused": "for a while a prefill rank refuses whoever introduces itself",
+    "late_write": "a write lands when its request has long been given up, in several ways",
+    "leg_late": "one of a request's two legs reaches its engine seconds later",
+    "leg_missing": "one of a request's two legs never reaches its engine",
+    "limits": "engines are set up differently: other time limits, other slices",
+    "longer_prompt": "the decode leg asks for more tokens than were prefilled",
+    "mailbox": "a rank's agent thread does not run while its mailbox fills",
+    "message_doubled": "a message arrives twice",
+    "message_late": "a message arrives late, also behind younger ones",
+    "message_lost": "a message never arrives",
+    "partition": "nothing gets from one engine to another for a while, one way or both",
+    "parts": "all but the shortest messages travel in several parts",
+    "post_broken": "a write fails after a part of it has landed",
+    "post_failed": "a write is refused for good",
+    "post_late": "a write lands late, but within the transport's bound",
+    "post_refused": "a write is refused for the moment",
+    "post_stalled": "a write does not move as long as its peer lives",
+    "preempt": "an engine takes a running request's blocks away, and computes it again",
+    "replay": "the router sends both legs again under the same id",
+    "stale_incarnation": "a decode leg names a start of the prefill engine that is gone",
+    "stall_agent": "a rank's agent thread does not run for a while",
+    "stall_engine": "an engine's core, or a rank's main thread, does not run for a while",
+    "table": "tables and queues have room for a few entries only",
+}
+"""Kinds of faults, each in words; each can be switched off."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 TransitionKey = tuple[str, str, str]
 """Machine (source, delivery, reception, part), state, event."""
 CellKey = tuple[str, str]
 """Stage and fault of the grid."""
+
+ITEMS_MAX = 3000
+"""Workload items count from 0, faults by chance from 1000, aims from 2000. What always happens lies above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +23,47 @@ class Violation:
     promise: int
     at_seconds: float
     what: str
+    unfinished: bool = False
+    """Whether it is something that never happened, which only the end of the history shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A violation, and those that follow from it."""
+
+    violation: Violation
+    consequences: tuple[Violation, ...] = ()
+
+
+def _urgency(violation: Violation) -> tuple[bool, float]:
+    """What is owed to somebody says more than who has not ended, and since it began."""
+    return "owed since" not in violation.what, violation.at_seconds
+
+
+def findings(violations: Sequence[Violation]) -> tuple[Finding, ...]:
+    """What is unfinished at the end as one finding: one thing that hangs keeps others, blocks and table rows.
+
+    It is told by what has been owed for longest. Other violations are findings by themselves.
+    """
+    unfinished = sorted((one for one in violations if one.unfinished), key=_urgency)
+    found: list[Finding] = []
+    for violation in violations:
+        if not violation.unfinished:
+            found.append(Finding(violation))
+        elif unfinished:
+            found.append(Finding(unfinished[0], tuple(unfinished[1:])))
+            unfinished = []
+    return tuple(found)
+
+
+def plain(text: str) -> str:
+    """A text with ranks' names as people read them: `kvferry/P0/i1/pp0/tp1` is P0/i1/tp1."""
+    return re.sub(r"\bkvferry/(\S+?)/pp0/", r"\1/", text)
+
+
+def broken_words(promise: int) -> str:
+    """What was broken, for people."""
+    return f"promise {promise}" if promise else "an error"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,14 @@ Last of all, when nothing is left, engines have to show that transfers still wor
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from random import Random
 
+from kvferry.simulator.engine.engine import is_broken
 from kvferry.simulator.faults import chance
 from kvferry.simulator.faults.levers import Levers
-from kvferry.simulator.ground.events import Healed
+from kvferry.simulator.ground.events import Healed, ItemBegan
 from kvferry.simulator.ground.ground import stream
 from kvferry.simulator.ground.options import Options
 from kvferry.simulator.ground.outcome import Violation
@@ -78,13 +80,21 @@ class History:
             world.start(facts.engine)
         for item in self._workload():
             if item.number not in world.options.drop:
-                self.items.append((item.number, str(item)))
-                world.at(item.at_seconds, partial(world.router.dispatch, item))
+                self._plan(item, partial(world.router.dispatch, item))
         for fault in chance.draw(world, stream(world.seed, _FAULTS)):
             if fault.number not in world.options.drop:
-                self.items.append((fault.number, str(fault)))
-                world.at(fault.at_seconds, partial(chance.inject, self.levers, fault))
+                self._plan(fault, partial(chance.inject, self.levers, fault))
         world.at(world.shape.safety_seconds, self._heal)
+
+    def _plan(self, item: Item | chance.Fault, begin: Callable[[], object]) -> None:
+        """Begin what has a number at its time, and tell of it before."""
+        self.items.append((item.number, str(item)))
+
+        def act() -> None:
+            self.world.emit(ItemBegan(self.world.now, item.number, str(item)))
+            begin()
+
+        self.world.at(item.at_seconds, act)
 
     def _workload(self) -> list[Item]:
         world = self.world
@@ -104,7 +114,9 @@ class History:
         world.network.heal_all()
         world.resolver.calm()
         for name, engine in world.engines.items():
-            if engine is None:
+            if engine is not None and is_broken(engine):
+                self.levers.crash(name)
+            if engine is None or is_broken(engine):
                 world.start(name)
             else:
                 engine.unstall()

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvferry.ids import EngineId
-from kvferry.simulator.ground.outcome import Violation
+from kvferry.simulator.ground.events import ItemBegan
+from kvferry.simulator.ground.outcome import ITEMS_MAX, Violation
 from kvferry.simulator.world.router import Dispatch
 from kvferry.simulator.world.workload import Item
 from kvferry.simulator.world.world import World
 
-NUMBER_FIRST = 3000
-"""Below it are the numbers of aims."""
+NUMBER_FIRST = ITEMS_MAX
 TRIES = 2
 PAUSE_SECONDS = 12.0
 """Before the second try: longer than it takes to find out that a peer is silent."""
@@ -91,6 +91,8 @@ class Probes:
             knows_incarnation=True,
             stale_incarnation=False,
         )
+        what = f"a last transfer from {probe.producer} to {probe.consumer} must work; it always happens"
+        self.world.emit(ItemBegan(self.world.now, item.number, what))
         probe.dispatch = self.world.router.dispatch(item)
 
     def _judge(self) -> None:

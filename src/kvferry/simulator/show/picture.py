@@ -36,6 +36,8 @@ COLOURS = {
     Kind.BROKEN_POST: "#d98880",
     Kind.ASKS: "#6a3fa0",
     Kind.ANSWERS: "#2e7d32",
+    Kind.LEFT_OUT: "#c9ccd1",
+    Kind.DEADLINE: "#1f4fd2",
     Kind.FAULT: "#d21f1f",
     Kind.VIOLATION: "#8b0000",
 }
@@ -65,6 +67,10 @@ class Scale:
         start, stop = self.times[index], self.times[index + 1]
         share = (at - start) / (stop - start)
         return self._places[index] + share * (self._places[index + 1] - self._places[index])
+
+    def after(self, at: float) -> float:
+        """The next instant after one of them."""
+        return self.times[bisect_right(self.times, at)]
 
     def covers(self, at: float) -> bool:
         """Whether an instant is between the ends."""
@@ -133,9 +139,8 @@ class _Picture:
         self._parts: list[str] = []
         self._rows: dict[str, _Row] = {}
         self._bars: list[tuple[Stretch, float]] = []
-        self._notes = [
-            mark for mark in story.marks if mark.lane is None and self._scale.covers(mark.at_seconds)
-        ]
+        noted = (mark for mark in story.marks if mark.lane is None and self._scale.covers(mark.at_seconds))
+        self._notes = sorted(noted, key=lambda mark: mark.at_seconds)
         self._bottom = self._lay_out()
 
     def text(self) -> str:
@@ -149,6 +154,9 @@ class _Picture:
         for mark in self._story.marks:
             if mark.lane is not None and self._scale.covers(mark.at_seconds):
                 self._mark(mark, self._rows[mark.lane])
+        # Last, so that no line goes over a label, and marks have the first choice of places.
+        for arrow in self._story.arrows:
+            self._arrow_label(arrow)
         height = self._legend_and_notes()
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" '
@@ -185,8 +193,10 @@ class _Picture:
 
     def _axis(self) -> None:
         zero = self._scale.times[0]
-        for start, left, right in self._scale.cuts:
-            after = next(at for at in self._scale.times if at > start)
+        for start, left, right in sorted(
+            self._scale.cuts, key=lambda cut: cut[0] - self._scale.after(cut[0])
+        ):
+            after = self._scale.after(start)
             self._parts.append(_box(left, TOP, right - left, self._bottom - TOP, "#e4e6ea", opacity=0.7))
             left_out = f"{_milliseconds(after - start)} ms"
             if self._space.take((left + right) / 2 - 2.9 * len(left_out), TOP - 18, left_out):
@@ -214,29 +224,40 @@ class _Picture:
             parts.append(_line(x, y, x, y + BAR_HEIGHT - 3, "#ffffff", width=1.4))
         dark = bar.kind is Kind.POST
         if right - left > 6 * len(bar.label) + 6:
+            self._space.take(left + 4, y + 8, bar.label)
             parts.append(_text(left + 4, y + 8, bar.label, fill="#fff" if dark else "#222", size=9))
+        elif bar.kind is Kind.LEFT_OUT and self._space.take(right + 4, y + 8, bar.label):
+            parts.append(_text(right + 4, y + 8, bar.label, fill="#222", size=9))
         self._group(parts, f"{bar.kind.value}: {bar.note}", bar.start_seconds, bar.stop_seconds)
 
-    def _arrow(self, arrow: Arrow) -> None:
-        start, stop = self._rows[arrow.source], self._rows[arrow.target]
-        colour = COLOURS[arrow.kind]
-        end = arrow.stop_seconds if arrow.stop_seconds is not None else arrow.lost_seconds
-        x1, x2 = self._scale(arrow.start_seconds), self._scale(arrow.start_seconds if end is None else end)
-        y1, y2 = start.line, stop.line
-        lost = arrow.stop_seconds is None
-        if lost:
+    def _ends(self, arrow: Arrow) -> tuple[float, float, float, float]:
+        """Where it begins and ends; one that is lost ends halfway."""
+        end = arrow.start_seconds if arrow.ends_seconds is None else arrow.ends_seconds
+        x1, x2 = self._scale(arrow.start_seconds), self._scale(end)
+        y1, y2 = self._rows[arrow.source].line, self._rows[arrow.target].line
+        if arrow.stop_seconds is None:
             x2, y2 = (x1 + x2) / 2, (y1 + y2) / 2
+        return x1, y1, x2, y2
+
+    def _arrow(self, arrow: Arrow) -> None:
+        (x1, y1, x2, y2), lost = self._ends(arrow), arrow.stop_seconds is None
+        colour = COLOURS[arrow.kind]
         parts = [
             _line(x1, y1, x2, y2, colour, width=1.3, dashes="4 3" if lost else ""),
             f'<circle cx="{x1:.1f}" cy="{y1:.1f}" r="1.8" fill="{colour}"/>',
             _cross(x2, y2) if lost else _head(x1, y1, x2, y2, colour),
         ]
-        for share in (0.3, 0.5, 0.7, 0.15, 0.85):
+        self._group(parts, arrow.note, arrow.start_seconds, arrow.ends_seconds)
+
+    def _arrow_label(self, arrow: Arrow) -> None:
+        """Beside its middle, or where there is room; nowhere where there is none."""
+        x1, y1, x2, y2 = self._ends(arrow)
+        for share in (0.3, 0.5, 0.7, 0.15, 0.85) if arrow.label else ():
             x, y = x1 + share * (x2 - x1) + 4, y1 + share * (y2 - y1) + 3
-            if arrow.label and self._space.take(x, y, arrow.label):
-                parts.append(_text(x, y, arrow.label, fill=colour, size=9, halo=True))
-                break
-        self._group(parts, arrow.note, arrow.start_seconds, end)
+            if self._space.take(x, y, arrow.label):
+                label = _text(x, y, arrow.label, fill=COLOURS[arrow.kind], size=9, halo=True)
+                self._group([label], arrow.note, arrow.start_seconds, arrow.ends_seconds)
+                return
 
     def _mark(self, mark: Mark, row: _Row) -> None:
         x, colour = self._scale(mark.at_seconds), COLOURS[mark.kind]
@@ -253,7 +274,9 @@ class _Picture:
 
     def _through(self) -> None:
         """Faults and violations go through all lanes; faults elsewhere are ticks on the axis."""
-        for number, mark in enumerate(self._notes, 1):
+        numbered = list(enumerate(self._notes, 1))
+        # Where numbers would cover each other, a violation's is the one to see.
+        for number, mark in sorted(numbered, key=lambda one: one[1].kind is not Kind.VIOLATION):
             x, colour = self._scale(mark.at_seconds), COLOURS[mark.kind]
             foot = self._bottom if mark.ours else TOP + 6
             violation = mark.kind is Kind.VIOLATION
@@ -314,8 +337,9 @@ _AS_BARS = {
     Kind.QUARANTINE,
     Kind.POST,
     Kind.BROKEN_POST,
+    Kind.LEFT_OUT,
 }
-_AS_TICKS = {Kind.COMMAND, Kind.RESULT, Kind.FAULT, Kind.VIOLATION}
+_AS_TICKS = {Kind.COMMAND, Kind.RESULT, Kind.DEADLINE, Kind.FAULT, Kind.VIOLATION}
 
 
 def _rows_of(bars: Sequence[Stretch], scale: Scale) -> list[int]:

@@ -34,6 +34,8 @@ class Kind(enum.Enum):
     BROKEN_POST = "slice that failed"
     ASKS = "message to the producer"
     ANSWERS = "message to the consumer"
+    LEFT_OUT = "left out"
+    DEADLINE = "deadline"
     FAULT = "fault"
     VIOLATION = "violation"
 
@@ -85,6 +87,11 @@ class Arrow:
     note: str
     stop_seconds: float | None = None
     lost_seconds: float | None = None
+
+    @property
+    def ends_seconds(self) -> float | None:
+        """When it arrived, or was lost; None as long as it travels."""
+        return self.lost_seconds if self.stop_seconds is None else self.stop_seconds
 
 
 @dataclass(slots=True)

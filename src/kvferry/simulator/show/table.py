@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.protocol.states import DELIVERY, PART, RECEPTION, SOURCE, Table
@@ -21,6 +21,9 @@ MACHINES: Mapping[str, Table[Any, Any]] = {
     "part": PART,
 }
 
+NAMED_MAX = 24
+"""Up to so many of what was not visited are named in one line."""
+
 
 @dataclass(frozen=True, slots=True)
 class Grid:
@@ -29,6 +32,8 @@ class Grid:
     stages: Sequence[str]
     faults: Sequence[str]
     impossible: Mapping[CellKey, str]
+    by_sibling: Mapping[CellKey, str] = field(default_factory=dict)
+    """Cells that count for a request whose transfer was hit by way of another of its requests, and why."""
 
     def unvisited(self, cells: Mapping[CellKey, int]) -> list[CellKey]:
         """Cells that are possible and were not visited, in the grid's order."""
@@ -74,6 +79,30 @@ def summary(transitions: Mapping[TransitionKey, int], cells: Mapping[CellKey, in
         f"coverage: {visited} of {len(keys)} transitions, "
         f"{possible - missing} of {possible} possible cells ({len(grid.impossible)} impossible)"
     )
+
+
+def missing(transitions: Mapping[TransitionKey, int], cells: Mapping[CellKey, int], grid: Grid) -> list[str]:
+    """What was not visited: a line for transitions, one for cells; by name where that is not too much."""
+    pairs = [
+        f"{name} {state} + {event}"
+        for name, machine in MACHINES.items()
+        for _, state, event in _possible(name, machine.transitions)
+        if not transitions.get((name, state, event))
+    ]
+    cells_left = grid.unvisited(cells)
+    by_fault: dict[str, list[str]] = {}
+    for stage, fault in cells_left:
+        by_fault.setdefault(fault, []).append(stage)
+    named = [f"{fault} at {' / '.join(stages)}" for fault, stages in by_fault.items()]
+    lines = [_left("transitions", len(pairs), pairs), _left("grid's cells", len(cells_left), named)]
+    return [line for line in lines if line]
+
+
+def _left(what: str, count: int, names: Sequence[str]) -> str:
+    if not count:
+        return ""
+    named = "; ".join(names) if count <= NAMED_MAX else "--verbose names them, and more seeds visit more"
+    return f"not visited: {count:,} of the {what}: {named}"
 
 
 # --- transitions ----------------------------------------------------------------------------------
@@ -186,9 +215,17 @@ def _grid_notes(cells: Mapping[CellKey, int], grid: Grid) -> str:
     parts = [
         _named("Not visited:", _by_stage(grid.unvisited(cells))),
         "\n".join(["Impossible:", "", *reasons]) if reasons else "",
+        _named("Where the fault hits another consumer request of the same transfer:", _by_reason(grid)),
         _named("Called impossible and visited:", _by_stage(grid.disproved(cells))),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _by_reason(grid: Grid) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for (stage, fault), why in grid.by_sibling.items():
+        groups.setdefault(why, []).append(f"{fault} at {stage}")
+    return groups
 
 
 def _by_stage(cells: Sequence[CellKey]) -> dict[str, list[str]]:

@@ -12,7 +12,8 @@ from kvferry.ids import PeerName, TransferId, redacted
 from kvferry.protocol import commands as cmd
 from kvferry.protocol import messages as msg
 from kvferry.simulator.ground import events as ev
-from kvferry.simulator.ground.outcome import Violation
+from kvferry.simulator.ground.outcome import Violation, broken_words, findings, plain
+from kvferry.simulator.show.fold import fold
 from kvferry.simulator.show.story import (
     NETWORK,
     ROUTER,
@@ -25,7 +26,7 @@ from kvferry.simulator.show.story import (
     speaks_of,
     transfers_of,
 )
-from kvferry.simulator.watch.trace import MessageReader, block_words, described, whole
+from kvferry.simulator.watch.trace import MessageReader, block_words, described, fault_word, whole
 from kvferry.transport.base import PostState
 
 
@@ -52,9 +53,7 @@ def choose(
     if not named:
         raise UsageError("this history has no transfer to draw; choose another seed or drop less")
     if wanted is not None:
-        if TransferId(wanted) in named:
-            return TransferId(wanted)
-        raise UsageError(f"--transfer {wanted} is not in this history; it has {', '.join(sorted(named))}")
+        return _meant(wanted, sorted(named))
     for violation in violations:
         spoken_of = next((one for one in named if _names(violation, one)), None)
         if spoken_of is not None:
@@ -72,6 +71,18 @@ def choose(
     return max(sorted(named), key=lambda transfer: (faults[transfer], named[transfer]))
 
 
+def _meant(wanted: str, known: Sequence[TransferId]) -> TransferId:
+    """The transfer with that id, or the only one whose id begins so."""
+    if TransferId(wanted) in known:
+        return TransferId(wanted)
+    meant = [one for one in known if one.startswith(wanted)]
+    if len(meant) == 1:
+        return meant[0]
+    if meant:
+        raise UsageError(f"--transfer {wanted} may be any of {', '.join(meant)}; name more of it")
+    raise UsageError(f"--transfer {wanted} is not in this history; it has {', '.join(known)}")
+
+
 def story(events: Sequence[ev.Observed], transfer: TransferId, violations: Iterable[Violation] = ()) -> Story:
     """What happened to one transfer."""
     cast = Cast(events, transfer)
@@ -86,20 +97,38 @@ def story(events: Sequence[ev.Observed], transfer: TransferId, violations: Itera
         if take is not None:
             take(event)
     told.marks += _violation_marks(events, transfer, violations)
+    fold(told)
     return told
 
 
 def _violation_marks(
     events: Sequence[ev.Observed], transfer: TransferId, violations: Iterable[Violation]
 ) -> Iterator[Mark]:
-    """Of the violations that name the transfer, or none. What is missing at the end is told at the end."""
+    """Of the findings that name the transfer, or none; what follows from one is one mark, at the end."""
     others = {one for event in events for one in transfers_of(event)} - {transfer}
-    for violation in violations:
-        ours = _names(violation, transfer)
-        if ours or not any(_names(violation, other) for other in others):
-            at = min(violation.at_seconds, events[-1].at_seconds)
-            what = f"promise {violation.promise}: {violation.what}"
-            yield Mark(None, at, Kind.VIOLATION, "", what, ours)
+    end = events[-1].at_seconds
+    for finding in findings(tuple(violations)):
+        every = (finding.violation, *finding.consequences)
+        ours = [one for one in every if _names(one, transfer)]
+        nobodys = not any(_names(finding.violation, other) for other in others)
+        if not ours and not nobodys:
+            continue
+        shown = finding.violation if nobodys else ours[0]
+        what = f"{broken_words(shown.promise)}: {plain(shown.what)}"
+        yield Mark(None, min(shown.at_seconds, end), Kind.VIOLATION, "", what, bool(ours))
+        if finding.consequences:
+            count = len(finding.consequences)
+            more = f"unfinished as well at the end: {count} more"
+            yield Mark(None, end, Kind.VIOLATION, "", more, bool(ours))
+        if shown.unfinished:
+            yield from _deadline_marks(events)
+
+
+def _deadline_marks(events: Sequence[ev.Observed]) -> Iterator[Mark]:
+    for event in events:
+        if isinstance(event, ev.Healed) and event.deadline_seconds <= events[-1].at_seconds:
+            note = "everything should have ended by now"
+            yield Mark(None, event.deadline_seconds, Kind.DEADLINE, "", note)
 
 
 def _names(violation: Violation, transfer: TransferId) -> bool:
@@ -236,7 +265,7 @@ class _Engines:
     def _fault(self, event: ev.FaultInjected) -> None:
         ours = self._story.transfer in event.transfers
         if ours or not event.transfers:
-            note = f"{event.kind}: {event.what}"
+            note = f"{event.kind}: {plain(event.what)}"
             self._story.marks.append(Mark(None, event.at_seconds, Kind.FAULT, "", note, ours))
 
     def _healed(self, event: ev.Healed) -> None:
@@ -373,7 +402,7 @@ class _Network:
             what = type(message).__name__ if message is not None else "a part of a message"
             ours = message is not None and speaks_of(message, self._story.transfer)
         if ours:
-            note = f"{event.fault}: {what}, {self._ends(event)}"
+            note = f"{fault_word(event.fault)}: {what}, {self._ends(event)}"
             self._story.marks.append(Mark(None, event.at_seconds, Kind.FAULT, "", note))
 
     def _ends(self, event: ev.Posted | ev.FabricFault) -> str:

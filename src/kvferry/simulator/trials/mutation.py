@@ -1,8 +1,8 @@
 """Planted faults, and whether the simulator finds them.
 
-The faults live beside the tests, in `tests/mutants` of a checkout; nothing here plants one in this process:
-each is tried in a worker process of its own. A mutant that no seed finds is a hole in the checkers or the
-world.
+The faults live beside the tests, in `tests/mutants` of a checkout. Each is tried in a worker process of its
+own; only who wants to look at one history plants one in this process (`planted`). A mutant that no seed finds
+is a hole in the checkers or the world.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -22,11 +23,11 @@ from kvferry.errors import UsageError
 from kvferry.simulator.ground.options import Options
 from kvferry.simulator.ground.outcome import Outcome
 from kvferry.simulator.trials.batch import ENDLESS, Simulate, guarded
-from kvferry.simulator.trials.processes import spread
+from kvferry.simulator.trials.processes import Lost, spread
 
 MODULE = "tests.mutants"
 SEED_SECONDS_MAX = 20.0
-"""Real time; some mutants make a history endless."""
+"""CPU time; some mutants make a history endless."""
 ENDLESS_MAX = 3
 """So many endless histories of one mutant are enough, even where all seeds were asked for."""
 
@@ -93,20 +94,24 @@ class Verdict:
     """The first violation, in words."""
     unsound: int = 0
     """Seeds that break a promise without the mutant too; they count as not found."""
+    seconds: float = 0.0
+    """How long the trial took."""
+    lost: str = ""
+    """Why there is no verdict: the process died, or the mutant does not fit the code."""
 
     @property
     def survived(self) -> bool:
-        """Whether no seed found it."""
-        return self.found == 0
+        """Whether it was tried, and no seed found it."""
+        return self.found == 0 and not self.lost
 
 
 def find_checkout(*starts: Path) -> Path:
-    """The checkout that this package, or one of `starts`, lies in.
+    """The checkout that this package lies in, or else one of `starts`.
 
     Raises:
         UsageError: there is none, as where kvferry was installed from a wheel.
     """
-    for start in (*starts, Path(kvferry.__file__).resolve()):
+    for start in (Path(kvferry.__file__).resolve(), *starts):
         for place in (start, *start.parents):
             if (place / "tests" / "mutants").is_dir() and (place / "src" / "kvferry").is_dir():
                 return place
@@ -153,15 +158,27 @@ def chosen(mutants: Sequence[Mutant], names: Sequence[str]) -> list[Mutant]:
 def run_trials(trials: Sequence[Trial], *, jobs: int) -> Generator[Verdict, None, None]:
     """Try each mutant in a process of its own; verdicts come as they are done. Close it to stop early."""
     with contextlib.closing(spread(try_mutant, trials, jobs=jobs, fresh=True)) as answers:
-        for _, verdict in answers:
-            yield verdict
+        for trial, verdict in answers:
+            if isinstance(verdict, Lost):
+                yield Verdict(trial.mutant, 0, 0, None, lost=verdict.why)
+            else:
+                yield verdict
+
+
+@contextlib.contextmanager
+def planted(mutant: Mutant | None) -> Iterator[None]:
+    """Plant a mutant into this process, for as long as the context lasts; None plants nothing."""
+    with contextlib.nullcontext() if mutant is None else mutant.apply():
+        yield
 
 
 def try_mutant(trial: Trial) -> Verdict:
     """Plant a mutant and run seeds until enough of them found it.
 
-    A seed that breaks a promise without the mutant too has found nothing.
+    A seed that breaks a promise without the mutant too has found nothing. Nor has one whose history did not
+    end once and ends well when it is tried again.
     """
+    started = time.monotonic()
     (mutant,) = chosen(load(trial.checkout), (trial.mutant,))
     promises: Counter[int] = Counter()
     first: tuple[int, str] | None = None
@@ -175,22 +192,29 @@ def try_mutant(trial: Trial) -> Verdict:
         violation = failing.violations[0]
         promises[violation.promise] += 1
         first = first or (failing.seed, violation.what)
-        endless += violation.what.startswith(ENDLESS)
+        endless += _is_endless(failing)
         if promises.total() == trial.found_enough or endless >= ENDLESS_MAX:
             break
     else:
         tried = trial.count
     seed, example = first or (None, "")
-    return Verdict(trial.mutant, tried, promises.total(), seed, promises, example, unsound)
+    seconds = time.monotonic() - started
+    return Verdict(trial.mutant, tried, promises.total(), seed, promises, example, unsound, seconds)
 
 
 def _next_failing(trial: Trial, mutant: Mutant, seeds: Iterator[int]) -> Outcome | None:
     with mutant.apply():
         for seed in seeds:
             outcome = _run(trial, seed)
+            if _is_endless(outcome):
+                outcome = _run(trial, seed)
             if outcome.violations:
                 return outcome
     return None
+
+
+def _is_endless(outcome: Outcome) -> bool:
+    return any(violation.what.startswith(ENDLESS) for violation in outcome.violations)
 
 
 def _run(trial: Trial, seed: int) -> Outcome:

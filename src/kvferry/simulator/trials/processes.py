@@ -1,7 +1,8 @@
 """Work spread over processes: one task at a time to each, answers as they come, and a clean end.
 
-Every process is started anew (`spawn`), so that it shares nothing with ours: neither a hash seed, nor a
-planted fault, nor an open file. At most one task per process is under way, so nothing piles up.
+A task whose process died, or whose work raised, is answered by `Lost`, and the others go on. Every process
+is started anew (`spawn`), so that it shares nothing with ours: neither a hash seed, nor a planted fault, nor
+an open file. At most one task per process is under way, so nothing piles up.
 """
 
 from __future__ import annotations
@@ -15,28 +16,26 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Generic, TypeVar
 
-from kvferry.errors import KvferryError
-
 Task = TypeVar("Task")
 Answer = TypeVar("Answer")
 END_SECONDS_MAX = 5.0
 """So long a process may take to end that was told to."""
 
 
-class WorkerError(KvferryError):
-    """A worker process died, or its work raised."""
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Why a task has no answer: its process died, or its work raised."""
+
+    why: str
 
 
 def spread(
     work: Callable[[Task], Answer], tasks: Iterable[Task], *, jobs: int, fresh: bool = False
-) -> Generator[tuple[Task, Answer], None, None]:
+) -> Generator[tuple[Task, Answer | Lost], None, None]:
     """Give each task to one of up to `jobs` processes; yields `(task, answer)` in the order they are done.
 
     `work` and tasks are pickled, so `work` is a function of a module. With `fresh` no process gets a second
     task. Closing the iterator, by an interrupt for instance, ends the processes at once.
-
-    Raises:
-        WorkerError: a process died, or `work` raised; the text tells which task it had.
     """
     pending = iter(tasks)
     crew: dict[Connection, _Worker[Task, Answer]] = {}
@@ -50,11 +49,12 @@ def spread(
                 worker = crew[ready]
                 done, answer = worker.task, worker.answer()
                 following = next(pending, None)
-                if fresh or following is None:
+                alone = fresh or isinstance(answer, Lost)
+                if alone or following is None:
                     del crew[worker.connection]
                     worker.end()
                 if following is not None:
-                    if fresh:
+                    if alone:
                         worker = _Worker[Task, Answer](work, following)
                         crew[worker.connection] = worker
                     else:
@@ -68,13 +68,6 @@ def spread(
 def _first(pending: Iterator[Task], count: int) -> Iterator[Task]:
     for _, task in zip(range(count), pending, strict=False):
         yield task
-
-
-@dataclass(frozen=True, slots=True)
-class _Raised:
-    """What a process answers when its work raised."""
-
-    text: str
 
 
 class _Worker(Generic[Task, Answer]):
@@ -100,16 +93,13 @@ class _Worker(Generic[Task, Answer]):
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send(task)
 
-    def answer(self) -> Answer:
+    def answer(self) -> Answer | Lost:
         """What its work returned for the task."""
         try:
-            answer: Answer | _Raised = self.connection.recv()
+            answer: Answer | Lost = self.connection.recv()
         except (EOFError, ConnectionResetError):
             self.process.join(END_SECONDS_MAX)
-            code = self.process.exitcode
-            raise WorkerError(f"a worker process ended with exit code {code}; it had {self.task}") from None
-        if isinstance(answer, _Raised):
-            raise WorkerError(f"the work on {self.task} raised:\n{answer.text}")
+            return Lost(f"a worker process {_end_words(self.process.exitcode)}")
         return answer
 
     def end(self) -> None:
@@ -123,13 +113,19 @@ class _Worker(Generic[Task, Answer]):
         self.process.close()
 
 
+def _end_words(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"ended with exit code {code}"
+    return f"was killed by signal {-code} ({signal.strsignal(-code)})"
+
+
 def _serve(connection: Connection, work: Callable[[Task], Answer]) -> None:
     """A worker's life: until nobody has a task for it."""
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             task: Task = connection.recv()
             try:
-                answer: Answer | _Raised = work(task)
-            except Exception:  # noqa: BLE001 - whoever gave the task raises it
-                answer = _Raised(traceback.format_exc())
+                answer: Answer | Lost = work(task)
+            except Exception:  # noqa: BLE001 - whoever gave the task is told, and the others go on
+                answer = Lost(f"its work raised:\n{traceback.format_exc()}")
             connection.send(answer)

@@ -1,11 +1,13 @@
 """A failing history made smaller: items and faults are left out while the same promise stays broken.
 
 Every workload item and random fault of a seed has a number (`Outcome.items`); `Options.drop` leaves numbers
-out. Larger groups are tried first. The number of runs is bounded, so the result is smaller, not smallest.
+out. All of them are tried first, then large groups, then small ones. Runs and time are bounded, so the
+result is smaller, not smallest.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -14,6 +16,8 @@ from kvferry.simulator.ground.outcome import Outcome
 from kvferry.simulator.trials.batch import Simulate, guarded
 
 RUNS_MAX = 200
+SECONDS_MAX = 300.0
+"""Real time; a history that does not end by itself takes long to look at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,7 @@ class Shrink:
     options: Options
     simulate: Simulate
     runs_max: int = RUNS_MAX
+    seconds_max: float = SECONDS_MAX
     seed_seconds_max: float | None = None
 
     def __str__(self) -> str:
@@ -48,10 +53,11 @@ class Shrunk:
 
 
 def shrink(task: Shrink) -> Shrunk:
-    """Leave out what can be left out, greedily, in at most `runs_max` runs."""
+    """Leave out what can be left out, greedily, in at most `runs_max` runs and about `seconds_max`."""
+    until = time.monotonic() + task.seconds_max
     best = Shrunk(task.failing, task.options, len(task.failing.items), runs=0)
     promise = task.failing.violations[0].promise
-    size = max(1, len(best.items) // 2)
+    size = max(1, len(best.items))
     while True:
         smaller, runs = best, best.runs
         for group in _groups(best, size):
@@ -59,7 +65,7 @@ def shrink(task: Shrink) -> Shrunk:
             leave_out = group & {number for number, _ in smaller.items}
             if not leave_out:
                 continue
-            if runs >= task.runs_max:
+            if runs >= task.runs_max or time.monotonic() >= until:
                 return replace(smaller, runs=runs)
             runs += 1
             smaller = _attempt(task, smaller, leave_out, promise) or smaller

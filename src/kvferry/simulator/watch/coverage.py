@@ -33,10 +33,7 @@ PAIRS = _pairs()
 _PULL = "only pull mode says `fetched`, and nothing here pulls"
 _ONE_RANK = "needs several producer ranks for one consumer rank, which the handshake refuses so far"
 _HOST_ORDER = "a host computes nothing for a request that it has ended"
-_HOST_ONCE = "a host ends a request once; the core counts another end and does no more"
-_ENDED = "what has ended is answered, or left alone, before the table is asked"
 _REASONS: dict[str, tuple[str, ...]] = {
-    _HOST_ONCE: ("source abandoned abandon", "source abandoned finish"),
     _HOST_ORDER: ("source abandoned advance", "source held advance"),
     "a prompt has a token at least, and without an advance its end is an abandonment": (
         "source queued finish",
@@ -47,16 +44,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
         *(f"delivery {state} fetched" for state in ("written", "failed", "cancelled", "fetched")),
         *(f"delivery fetched {event}" for event in ("register", "cancel", "stop")),
     ),
-    _ENDED: (
-        *(
-            f"delivery {state} {event}"
-            for state in ("written", "failed", "cancelled")
-            for event in ("register", "cancel", "stop")
-        ),
-        *(f"part {state} lost" for state in ("written", "failed", "cancelled", "lost")),
-    ),
-    "who is in quarantine has been given up already": ("reception quarantined give_up",),
-    "only a waiting reception loses a part, and its parts have been told": ("part untold lost",),
     _ONE_RANK: tuple(
         f"part {state} {event}"
         for state in ("written", "failed", "cancelled", "lost")

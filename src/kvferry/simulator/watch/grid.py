@@ -1,12 +1,14 @@
 """The grid of cases: which faults a history has met at which stage of a transfer.
 
-A fault that hits a transfer counts for the stage of each of the transfer's consumer requests at that instant:
-with several consumers one may be decoding while a post for another one is refused.
+A fault counts for the consumer request that it hits, at the stage where that request is just then: an abort
+for the request that is aborted, a refused post for the one whose blocks it was to write. What hits the whole
+transfer, as the death of its producer does, counts for each of its consumer requests. Some cells mean
+something only where a transfer has several consumers, `BY_SIBLING`: those count for the others of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvferry.ids import ConsumerId, EngineId, PeerName, TransferId
@@ -26,26 +28,35 @@ from kvferry.simulator.ground.events import (
 )
 from kvferry.simulator.ground.outcome import CellKey
 from kvferry.simulator.watch.checkers.base import Checker, Handlers
-from kvferry.simulator.watch.courses import Course, Hand
-from kvferry.simulator.watch.stages import RECEIVED, Stages
+from kvferry.simulator.watch.courses import Course
+from kvferry.simulator.watch.stages import (
+    ALL_DONE,
+    DECODING,
+    HANDSHAKE,
+    RECEIVED,
+    SENT,
+    STAGES,
+    TOLD,
+    Stages,
+)
 from kvferry.transport.base import PostState
 from kvferry.transport.faults import MessageFault, PostFault
 
-D_ABORT = "D abort"
-P_ABORT = "P abort"
-D_CRASH = "D crash"
-P_CRASH = "P crash"
-PEER_BACK = "peer back"
-MESSAGE_LOST = "message lost"
-MESSAGE_DOUBLED = "message doubled"
-MESSAGE_LATE = "message late"
-POST_REFUSED = "post refused"
-RANK_ERROR = "error on one rank"
-STALLED = "transfer stalled"
-LEASE_ENDS = "lease ends"
-P_PREEMPTION = "preemption on P"
-D_PREEMPTION = "preemption on D"
-SAME_ID = "same id again"
+D_ABORT = "abort of D"
+P_ABORT = "abort of P"
+D_CRASH = "crash of D"
+P_CRASH = "crash of P"
+PEER_BACK = "crash: back again"
+MESSAGE_LOST = "message_lost"
+MESSAGE_DOUBLED = "message_doubled"
+MESSAGE_LATE = "message_late"
+POST_REFUSED = "post_refused"
+RANK_ERROR = "post_failed"
+STALLED = "post_stalled"
+LEASE_ENDS = "stall_agent: lease ends"
+P_PREEMPTION = "preempt on P"
+D_PREEMPTION = "preempt on D"
+SAME_ID = "replay"
 
 FAULTS = (
     D_ABORT,
@@ -68,6 +79,22 @@ IMPOSSIBLE: dict[CellKey, str] = {
     (RECEIVED, LEASE_ENDS): "the lease begins when the prefill has ended",
 }
 """Cells that no history can reach, each with its reason."""
+
+_NOT_YET = (
+    "nothing is posted for a request that its producer does not know; another one of its transfer is hit"
+)
+_ALL_WRITTEN = "all of its own writes have ended; one of another request of its transfer is hit"
+_NOT_DECODING = "only what decodes is preempted on D; another request of its transfer is"
+_OF_POSTS = (POST_REFUSED, RANK_ERROR, STALLED)
+BY_SIBLING: dict[CellKey, str] = {
+    **{(stage, fault): _NOT_YET for stage in (SENT, HANDSHAKE) for fault in _OF_POSTS},
+    **{(stage, fault): _ALL_WRITTEN for stage in (ALL_DONE, TOLD, DECODING) for fault in _OF_POSTS},
+    **{(stage, D_PREEMPTION): _NOT_DECODING for stage in STAGES if stage != DECODING},
+}
+"""Cells where the fault hits another consumer request of the same transfer, each with its reason.
+
+A request at that stage cannot be hit itself, and shares its transfer's tables and lanes with the one that is.
+"""
 
 _POST_FAULTS = {PostFault.REFUSE.value: POST_REFUSED, PostFault.FAIL.value: RANK_ERROR}
 _MESSAGE_FAULTS = {MessageFault.DOUBLE.value: MESSAGE_DOUBLED, MessageFault.DELAY.value: MESSAGE_LATE}
@@ -109,18 +136,27 @@ class Grid(Checker):
         ours, theirs = super().taker(kind), self.stages.taker(kind)
         return self.observe if ours is not None and theirs is not None else ours or theirs
 
-    def hit(self, fault: str, transfers: Iterable[TransferId]) -> None:
-        """A fault has just hit these transfers."""
+    def _hit_all(self, fault: str, transfers: Iterable[TransferId]) -> None:
+        """A fault has just hit these transfers as a whole."""
         for transfer in transfers:
             hand = self.stages.hands.get(transfer)
-            if hand is not None:
-                self._hit(fault, hand.courses)
+            for course in () if hand is None else hand.courses:
+                self._hit(fault, course)
 
-    def _hit(self, fault: str, courses: Iterable[Course]) -> None:
-        for course in courses:
-            stage = self.stages.stage(course)
-            if stage is not None:
+    def _hit_one(self, fault: str, course: Course | None) -> None:
+        """A fault has just hit one consumer request."""
+        if course is None:
+            return
+        self._hit(fault, course)
+        for other in self.stages.hands[course.transfer].courses:
+            stage = self.stages.stage(other) if other is not course else None
+            if stage is not None and (stage, fault) in BY_SIBLING:
                 self._count(stage, fault)
+
+    def _hit(self, fault: str, course: Course) -> None:
+        stage = self.stages.stage(course)
+        if stage is not None:
+            self._count(stage, fault)
 
     def _count(self, stage: str, fault: str) -> None:
         cell = stage, fault
@@ -133,23 +169,21 @@ class Grid(Checker):
             # Told before the processes die, whose cores cannot be looked into afterwards.
             self._crash(EngineId(event.what.partition(",")[0]))
         elif event.kind == "replay":
-            self.hit(SAME_ID, event.transfers)
+            self._hit_all(SAME_ID, event.transfers)
         elif event.kind == "abort":
-            consumer = ConsumerId(event.what)
-            self.hit(D_ABORT, [name for name in event.transfers if self.stages.course(name, consumer)])
+            for transfer in event.transfers:
+                self._hit_one(D_ABORT, self.stages.course(transfer, ConsumerId(event.what)))
 
     def _fabric_fault(self, event: FabricFault) -> None:
         fault = _POST_FAULTS.get(event.fault)
         if event.fault == PostFault.STALL.value:
             fault = STALLED
         if fault is not None:
-            course = self.stages.course_into(event.target, event.target_blocks)
-            if course is not None:
-                self.hit(fault, (course.transfer,))
+            self._hit_one(fault, self.stages.course_into(event.target, event.target_blocks))
             return
         fault = _MESSAGE_FAULTS.get(event.fault)
         if fault is not None:
-            self.hit(fault, self._named(event.rank, event.target, event.payload))
+            self._hit_named(fault, event.rank, event.target, event.payload)
 
     def _sent(self, event: MessageSent) -> None:
         self._payloads[event.rank, event.number] = event.payload
@@ -157,62 +191,58 @@ class Grid(Checker):
     def _message_ended(self, event: MessageEnded) -> None:
         payload = self._payloads.pop((event.rank, event.number), None)
         if payload is not None and not event.arrived:
-            self.hit(MESSAGE_LOST, self._named(event.rank, event.target, payload))
+            self._hit_named(MESSAGE_LOST, event.rank, event.target, payload)
 
     def _post_ended(self, event: PostEnded) -> None:
         if event.state is PostState.FAILED:
-            course = self.stages.course_of_write(event.rank, event.handle)
-            if course is not None:
-                self.hit(RANK_ERROR, (course.transfer,))
+            self._hit_one(RANK_ERROR, self.stages.course_of_write(event.rank, event.handle))
 
     def _commanded(self, event: Commanded) -> None:
         command = event.command
         if isinstance(command, Preempt):
-            self.hit(P_PREEMPTION, command.transfers)
+            self._hit_all(P_PREEMPTION, command.transfers)
         elif isinstance(command, Abandon) and "abort" in command.reason:
-            self.hit(P_ABORT, (command.transfer,))
+            self._hit_all(P_ABORT, (command.transfer,))
 
     def _reported(self, event: Reported) -> None:
         result = event.result
         if isinstance(result, Released) and code_of(result.outcome) == LEASE_EXPIRED:
-            self.hit(LEASE_ENDS, (result.transfer,))
+            self._hit_all(LEASE_ENDS, (result.transfer,))
 
     def _decode_ended(self, event: DecodeEnded) -> None:
-        course = self.stages.course_of_request(event.engine, event.request) if event.preempted else None
-        if course is not None:
-            self.hit(D_PREEMPTION, (course.transfer,))
+        if event.preempted:
+            self._hit_one(D_PREEMPTION, self.stages.course_of_request(event.engine, event.request))
 
     def _crash(self, engine: EngineId) -> None:
         self._crashed.add(engine)
         for hand in self.stages.hands.values():
-            if hand.engine == engine:
-                self._hit(P_CRASH, hand.courses)
-            dying = [course for course in hand.courses if course.engine == engine and not course.gone]
-            if dying:
-                self._hit(D_CRASH, hand.courses)
-            for course in dying:
-                course.gone_at_stage = self.stages.stage(course)
+            for course in hand.courses:
+                if hand.engine == engine:
+                    self._hit(P_CRASH, course)
+                if course.engine == engine and not course.gone:
+                    self._hit(D_CRASH, course)
+                    course.gone_at_stage = self.stages.stage(course)
 
     def _started(self, event: EngineStarted) -> None:
         if event.engine not in self._crashed:
             return
         for hand in self.stages.hands.values():
-            if hand.engine == event.engine:
-                self._hit(PEER_BACK, hand.courses)
             for course in hand.courses:
+                if hand.engine == event.engine:
+                    self._hit(PEER_BACK, course)
                 if course.engine == event.engine and course.gone_at_stage is not None:
                     # Its producer still holds what it held for the dead request.
                     self._count(course.gone_at_stage, PEER_BACK)
                     course.gone_at_stage = None
 
-    def _named(self, rank: PeerName, target: PeerName, payload: bytes) -> Iterator[TransferId]:
-        """Transfers between two ranks' engines that a message speaks of; a greeting speaks of all."""
+    def _hit_named(self, fault: str, rank: PeerName, target: PeerName, payload: bytes) -> None:
+        """A message has suffered: it hits what it speaks of between the two engines, a greeting all."""
         ends = {self.stages.engine_of(rank), self.stages.engine_of(target)}
         greets = _HELLO in payload[:24]
         for hand in self.stages.hands.values():
-            if ends <= _engines(hand) and (greets or hand.transfer.encode() in payload):
-                yield hand.transfer
-
-
-def _engines(hand: Hand) -> set[EngineId | None]:
-    return {hand.engine, *(course.engine for course in hand.courses)}
+            if hand.engine in ends and (greets or hand.transfer.encode() in payload):
+                for course in hand.courses:
+                    if ends == {hand.engine, course.engine} and (
+                        greets or course.consumer.encode() in payload
+                    ):
+                        self._hit(fault, course)

@@ -13,10 +13,12 @@ import msgspec
 
 from kvferry.errors import PeerError
 from kvferry.ids import PeerName
-from kvferry.protocol.codec import Decoder
+from kvferry.protocol.codec import Decoder, is_part
 from kvferry.protocol.commands import Command, Result, Source
 from kvferry.protocol.messages import AnyMessage, Hello
 from kvferry.simulator.ground import events as ev
+from kvferry.simulator.ground.outcome import plain
+from kvferry.transport.faults import MessageFault, PostFault
 
 DIGEST_BYTES = 16
 MESSAGE_BYTES_MAX = 1 << 24
@@ -56,18 +58,33 @@ class TraceLines:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self._messages = MessageReader()
+        self._kinds: dict[int, str] = {}
+        """What each message that was sent is."""
 
     def observe(self, event: ev.Observed) -> None:
         """Add one line."""
         where, what = self._words(event)
-        self.lines.append(f"{event.at_seconds:11.6f}  {where:<20}  {what}".rstrip())
+        self.lines.append(line(event.at_seconds, where, what))
 
     def _words(self, event: ev.Observed) -> tuple[str, str]:
         if isinstance(event, ev.MessageSent):
-            text = described(self._messages.read(event.rank, event.target, event.payload))
+            message = self._messages.read(event.rank, event.target, event.payload)
+            # Which of its parts makes a message whole is seen where they arrive.
+            is_whole = message is not None and not is_part(event.payload)
+            self._kinds[event.number] = type(message).__name__ if is_whole else "part"
+            text = described(message)
             return rank_words(event.rank), f"sends {event.number} to {rank_words(event.target)}: {text}"
+        if isinstance(event, ev.MessageEnded):
+            what = "arrives" if event.arrived else "is lost"
+            kind = self._kinds.get(event.number, "message")
+            return rank_words(event.target), f"{kind} {event.number} of {rank_words(event.rank)} {what}"
         make = _WORDS.get(type(event))
         return make(event) if make is not None else ("", repr(event))
+
+
+def line(at_seconds: float, where: str, what: str) -> str:
+    """One line of a trace."""
+    return f"{at_seconds:11.6f}  {where:<20}  {what}".rstrip()
 
 
 class MessageReader:
@@ -95,6 +112,11 @@ def rank_words(name: PeerName) -> str:
     """A rank's name without what is the same for every rank."""
     head, _, rest = name.partition("/")
     return rest.replace("/pp0/", "/") if head == "kvferry" and rest else name
+
+
+def fault_word(fault: str) -> str:
+    """The name by which a fault of the network can be chosen; what has none keeps its own."""
+    return _FABRIC_FAULTS.get(fault, fault)
 
 
 def described(value: Command | Result | AnyMessage | None) -> str:
@@ -150,6 +172,16 @@ def _plain(value: object) -> object:
 
 
 Words = tuple[str, str]
+_FABRIC_FAULTS = {
+    MessageFault.LOSE.value: "message_lost",
+    MessageFault.DOUBLE.value: "message_doubled",
+    MessageFault.DELAY.value: "message_late",
+    PostFault.REFUSE.value: "post_refused",
+    PostFault.FAIL.value: "post_failed",
+    PostFault.BREAK.value: "post_broken",
+    PostFault.STALL.value: "post_stalled",
+    "delay_post": "post_late",
+}
 
 
 def _started(event: ev.EngineStarted) -> Words:
@@ -183,11 +215,6 @@ def _post_ended(event: ev.PostEnded) -> Words:
     return rank_words(event.rank), what
 
 
-def _message_ended(event: ev.MessageEnded) -> Words:
-    what = "arrives" if event.arrived else "is lost"
-    return rank_words(event.target), f"message {event.number} of {rank_words(event.rank)} {what}"
-
-
 def _leg(event: ev.LegSent) -> Words:
     leg = "the prefill leg" if event.consumer is None else f"the decode leg {event.consumer}"
     return "router", f"sends {leg} of {event.transfer} to {event.engine} as {event.request}"
@@ -215,16 +242,21 @@ def _ended(event: ev.RequestEnded) -> Words:
     return event.engine, f"request {event.request} of {event.transfer} ends ({side}): {event.outcome}"
 
 
+def _item(event: ev.ItemBegan) -> Words:
+    return f"ITEM {event.number}", event.what
+
+
 def _fault(event: ev.FaultInjected) -> Words:
     hits = f" (hits {', '.join(event.transfers)})" if event.transfers else ""
-    return "FAULT", f"{event.kind}: {event.what}{hits}"
+    return "FAULT", f"{event.kind}: {plain(event.what)}{hits}"
 
 
 def _fabric(event: ev.FabricFault) -> Words:
     what = f"a post into [{block_words(event.target_blocks)}]"
     if event.payload:
         what = described(whole(event.payload))
-    return "FAULT", f"{event.fault}, {rank_words(event.rank)} to {rank_words(event.target)}: {what}"
+    ends = f"{rank_words(event.rank)} to {rank_words(event.target)}"
+    return "FAULT", f"{fault_word(event.fault)}, {ends}: {what}"
 
 
 def _healed(event: ev.Healed) -> Words:
@@ -240,7 +272,7 @@ _WORDS: dict[type[ev.Observed], Callable[..., Words]] = {
     ev.Posted: _posted,
     ev.Landed: _landed,
     ev.PostEnded: _post_ended,
-    ev.MessageEnded: _message_ended,
+    ev.ItemBegan: _item,
     ev.LegSent: _leg,
     ev.BlocksTaken: _taken,
     ev.BlocksReturned: _returned,

@@ -17,6 +17,8 @@ class Fleet:
     engines: tuple[EngineFacts, ...]
     lives: dict[EngineId, Engine | None] = field(default_factory=dict)
     """None while an engine is down."""
+    closing: dict[EngineId, Engine] = field(default_factory=dict)
+    """Lives that are down for those who send requests, and whose ranks have not left yet."""
     newest: dict[EngineId, Engine] = field(default_factory=dict)
     """The last life of each that was started, whether it has ended or not."""
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvferry.agent.loop import Loop
 from kvferry.ids import ConsumerId, EngineId, PeerName, TransferId
+from kvferry.protocol.limits import Limits
 from kvferry.simulator.engine.rank import RankProcess
 from kvferry.simulator.engine.requests import Request
 from kvferry.simulator.world.world import World
@@ -81,6 +82,14 @@ class Inspection:
         """Nothing lands later than so long after it was posted."""
         return self.world.shape.fabric.retry_bound_seconds
 
+    def limits_of(self, rank: PeerName) -> Limits:
+        """The limits that a rank was started with, of any life."""
+        return self.world.network.process(rank).loop.consumer.state.limits
+
+    def clock_rate_of(self, rank: PeerName) -> float:
+        """Seconds on a rank's clock per true second."""
+        return self.world.network.process(rank).clock.rate
+
     # --- who is who ----------------------------------------------------------------------------------
 
     def producer_engine(self, transfer: TransferId) -> EngineId | None:
@@ -126,6 +135,9 @@ def _remains_of(process: RankProcess) -> list[str]:
     counts = (
         (loop.producer.in_flight(), "slices in flight"),
         (len(loop.producer.state.tickets), "preemptions that wait"),
+        (len(loop.producer.state.hindered), "slices that others wait for"),
+        (sum(len(lane.ready) for lane in loop.producer.state.lanes.values()), "deliveries whose turn it is"),
+        (len(loop.producer.state.registered), "peers with registered blocks"),
         (len(loop.consumer.state.peers), "watched peers"),
         (len(process.desk.inbox), "commands in the mailbox"),
         (process.desk.results_waiting, "results in the mailbox"),

@@ -8,7 +8,7 @@ from functools import partial
 from random import Random
 
 from kvferry.agent.directory import Directory
-from kvferry.errors import PeerGoneError, TransportError
+from kvferry.errors import PeerError, PeerGoneError, TransportError
 from kvferry.ids import EngineId
 from kvferry.simulator.engine.rank import RankProcess
 from kvferry.simulator.ground.ground import Ground
@@ -32,11 +32,14 @@ class Directories:
     slow_seconds: float = 0.0
     unready_until: dict[EngineId, float] = field(default_factory=dict)
     """Engines whose directories do not answer until then."""
+    misled_until: dict[EngineId, float] = field(default_factory=dict)
+    """Engines at whose addresses another engine answers until then."""
 
     def calm(self) -> None:
         """Nothing is slow or refused any more."""
         self.slow_until = 0.0
         self.unready_until.clear()
+        self.misled_until.clear()
 
     def of(self, process: RankProcess) -> RankResolver:
         """How one rank asks."""
@@ -50,18 +53,20 @@ class Directories:
         facts = self.fleet.facts_at(port)
         ours = self.network.engine_of(process.name)
         if facts is None:
-            self._answer(process, callback, TransportError(f"nobody has port {port}"))
+            self._answer(process, callback, TransportError(f"nobody has port {port}"), until)
             return
-        engine = self.fleet.lives.get(facts.engine)
+        engine = self.fleet.lives.get(facts.engine) or self.fleet.closing.get(facts.engine)
         silent = self.network.is_cut(ours, facts.engine) or now < self.unready_until.get(facts.engine, 0.0)
         directory = None if engine is None else engine.directory()
         if not silent and directory is None and not patient:
-            self._answer(process, callback, PeerGoneError(f"nobody listens on port {port}"))
+            self._answer(process, callback, PeerGoneError(f"nobody listens on port {port}"), until)
             return
         if directory is not None and not silent:
-            self._answer(process, callback, directory)
+            misled = now < self.misled_until.get(facts.engine, 0.0)
+            another = PeerError(f"port {port} is not that of {facts.engine}")
+            self._answer(process, callback, another if misled else directory, until)
         elif now + ASK_SECONDS >= until:
-            self._answer(process, callback, TransportError(f"the directory at port {port} did not answer"))
+            self._answer(process, callback, _silent(), until)
         else:
             # Whoever has not been refused at once is as good as any that is starting.
             again = partial(self.ask, process, port, callback, until, patient=True)
@@ -72,12 +77,26 @@ class Directories:
         slow = self.slow_seconds if self.ground.now < self.slow_until else 0.0
         return 1e-3 + 4e-3 * self.random.random() + slow * self.random.random()
 
-    def _answer(self, process: RankProcess, callback: Callback, answer: Directory | Exception) -> None:
+    def _answer(
+        self, process: RankProcess, callback: Callback, answer: Directory | Exception, until: float
+    ) -> None:
+        arrives_at = self.ground.now + self.seconds()
+        if arrives_at > until:
+            # Whoever asked waits no longer.
+            arrives_at, answer = (
+                max(until, self.ground.now),
+                TransportError("the directory did not answer in time"),
+            )
+
         def arrive() -> None:
             callback(answer)
             process.wake()
 
-        self.ground.at(self.ground.now + self.seconds(), process.guard(arrive))
+        self.ground.at(arrives_at, process.guard(arrive))
+
+
+def _silent() -> TransportError:
+    return TransportError("the directory did not answer in time")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +111,9 @@ class RankResolver:
     ) -> None:
         """Ask for the directory at `port`."""
         ground = self.directories.ground
-        until = ground.now + ground.limits.handshake_seconds
+        until = ground.now + self.process.limits.handshake_seconds
         ask = partial(self.directories.ask, self.process, port, callback, until, patient=patient)
-        ground.at(ground.now + self.directories.seconds(), self.process.guard(ask))
+        ground.at(min(ground.now + self.directories.seconds(), until), self.process.guard(ask))
 
     def close(self) -> None:
         """Nothing to stop."""

@@ -184,13 +184,17 @@ class Router:
             self.replay_soon(dispatch)
 
     def engine_crashed(self, engine: Engine) -> None:
-        """Connections to an engine are reset: give up its dispatches, and try each again later."""
+        """Connections to an engine are reset: give up its dispatches, and try each again later.
+
+        Where only a prefill leg was lost, the decode legs may be left to recompute.
+        """
         for dispatch in list(self.dispatches.values()):
             legs = [leg for leg in (*dispatch.prefills, *dispatch.decodes) if leg.engine is engine]
             lost = [leg for leg in legs if not leg.ended]
             for leg in lost:
                 leg.ended = True
-            if lost:
+            goes_on = dispatch.item.goes_on and all(leg.index is None for leg in lost)
+            if lost and not (goes_on and dispatch.decodes):
                 self.ground.later(0.05, partial(self._give_up, dispatch))
 
     def leg(self, request: str) -> Leg | None:

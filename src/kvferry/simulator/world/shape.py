@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from random import Random
+
+import msgspec
 
 from kvferry.ids import EngineId
 from kvferry.protocol.limits import Limits
@@ -20,6 +23,22 @@ ORDERS = ("LBHNC", "BLHNC", "BHLNC", "LBNHC")
 DECODE_TOKENS_MAX = 12
 UNHARMED_SHARE = 1 / 6
 """Of all histories, those in which no fault happens."""
+DIFFERING_SHARE = 1 / 3
+"""Of all histories with faults, those whose engines have settings of their own."""
+SMALL_SHARE = 0.1
+"""Of all engines, those whose table of one kind is small."""
+PARTS_SHARE = 1 / 6
+"""Of all histories, those in which longer messages travel in parts."""
+FORGETFUL_SHARE = 0.25
+"""Of all engines, those that remember but a few ended transfers."""
+HURRIED_SHARE = 1 / 2
+"""Of all histories, calm ones too, those whose links are given up as idle while requests still wait."""
+IDLE_SECONDS = 0.4
+"""How soon that is."""
+CROWDED_SHARE = 0.25
+"""Of all histories with small tables, those in which a rank may be linked to a few others only."""
+PART_BYTES = 160
+"""Room for the notification of any write, and for little more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +72,7 @@ class Shape:
 
     engines: tuple[EngineFacts, ...]
     limits: Limits
+    """The most patient of all engines'."""
     fabric: FabricLimits
     link: Link
     transfers: int
@@ -65,8 +85,8 @@ class Shape:
     clocks_differ: bool
 
 
-def draw(options: Options, random: Random) -> Shape:
-    """The world of one seed."""
+def draw(options: Options, random: Random, own: Random) -> Shape:
+    """The world of one seed; `own` decides in what engines differ that need not."""
     ranges = RANGES[options.world]
     faults = options.faults
     if random.random() < UNHARMED_SHARE or options.world == "calm":
@@ -77,6 +97,7 @@ def draw(options: Options, random: Random) -> Shape:
     both = random.random() < ranges.both_roles
     tp = random.choice(ranges.tp)
     producers, consumers = random.randint(*ranges.producers), random.randint(*ranges.consumers)
+    differ = own.random() < DIFFERING_SHARE and "limits" in faults
     engines = tuple(
         _engine(
             random,
@@ -85,18 +106,26 @@ def draw(options: Options, random: Random) -> Shape:
             index,
             produces=both or index < producers,
             consumes=both or index >= producers,
+            limits=_own_limits(limits, faults, own, differ=differ, slow=slow),
         )
         for index in range(producers + consumers)
     )
+    parts = own.random() < PARTS_SHARE and "parts" in options.faults
+    if own.random() < HURRIED_SHARE:
+        engines = tuple(_with(facts, idle_seconds=IDLE_SECONDS) for facts in engines)
+    links_max, hellos_max = own.choice((1, 1, 2)), own.choice((1, 1024))
+    if own.random() < CROWDED_SHARE and "table" in faults:
+        engines = tuple(_with(facts, links_max=links_max, hellos_max=hellos_max) for facts in engines)
     smallest = min(facts.cache.block_count for facts in engines) * BLOCK_TOKENS
     seconds = random.uniform(*ranges.seconds)
     longer = random.random() < 0.1
+    fabric = FabricLimits(
+        retry_bound_seconds=random.choice((1.0, 5.0, 30.0)), pieces_max=3, afterlife_seconds=0.5
+    )
     return Shape(
         engines=engines,
-        limits=limits,
-        fabric=FabricLimits(
-            retry_bound_seconds=random.choice((1.0, 5.0, 30.0)), pieces_max=3, afterlife_seconds=0.5
-        ),
+        limits=most_patient([facts.limits for facts in engines]),
+        fabric=replace(fabric, notification_bytes_max=PART_BYTES) if parts else fabric,
         link=link,
         transfers=random.randint(*ranges.transfers),
         tokens=(ranges.tokens[0], min(ranges.tokens[1], smallest - 40)),
@@ -108,7 +137,7 @@ def draw(options: Options, random: Random) -> Shape:
 
 
 def _engine(
-    random: Random, ranges: Ranges, tp: int, index: int, *, produces: bool, consumes: bool
+    random: Random, ranges: Ranges, tp: int, index: int, *, produces: bool, consumes: bool, limits: Limits
 ) -> EngineFacts:
     blocks = random.randint(*ranges.blocks)
     pace = Pace(
@@ -128,6 +157,7 @@ def _engine(
         consumes=consumes,
         cache=CacheShape(random.choice(ORDERS), LAYERS, blocks, BLOCK_TOKENS, tp),
         pace=pace,
+        limits=limits,
         waiting_blocks_share=random.choice((0.5, 0.5, 0.8)),
         quarantine_share=0.25,
         agent_lag_seconds=random.choice((0.0, 0.0, 0.002, 0.02)),
@@ -141,6 +171,20 @@ def _limits(world: str, faults: frozenset[str], random: Random, *, slow: bool) -
         "in_flight_per_peer": random.choice((1, 2, 4)),
     }
     short = random.random() < 0.5
+    times = _short_times(random, slow=slow)
+    small_table, most = random.random() < 0.15, random.choice((1, 2, 3))
+    if short and faults:
+        chosen |= times
+    elif short and world != "calm":
+        # Shorter than requests wait here, so that each has to be renewed; but nobody gives a late leg up.
+        chosen |= {"lease_seconds": 4.0, "renew_seconds": 1.0, "write_seconds": 4.0, "silence_seconds": 4.0}
+    if small_table and "table" in faults:
+        chosen["transfers_max"] = most
+    return Limits(**chosen)  # type: ignore[arg-type]
+
+
+def _short_times(random: Random, *, slow: bool) -> dict[str, float]:
+    """Times that run out within a history."""
     lease, write, silence = (
         random.choice((2.0, 6.0)),
         random.choice((1.0, 2.0, 4.0)),
@@ -150,24 +194,46 @@ def _limits(world: str, faults: frozenset[str], random: Random, *, slow: bool) -
     if slow:
         # A limit shorter than an answer takes is an operator's mistake.
         write, silence = 4.0, 3.0
-    small_table, most = random.random() < 0.15, random.choice((1, 2, 3))
-    if short and faults:
-        chosen |= {
-            "lease_seconds": lease,
-            "renew_seconds": 0.5,
-            "write_seconds": write,
-            "silence_seconds": silence,
-            "handshake_seconds": 2.0,
-            "unknown_seconds": unknown,
-            "slice_seconds": late,
-            "tombstone_seconds": 10.0,
-        }
-    elif short and world != "calm":
-        # Shorter than requests wait here, so that each has to be renewed; but nobody gives a late leg up.
-        chosen |= {"lease_seconds": 4.0, "renew_seconds": 1.0, "write_seconds": 4.0, "silence_seconds": 4.0}
-    if small_table and "table" in faults:
-        chosen["transfers_max"] = most
-    return Limits(**chosen)  # type: ignore[arg-type]
+    return {
+        "lease_seconds": lease,
+        "renew_seconds": 0.5,
+        "write_seconds": write,
+        "silence_seconds": silence,
+        "handshake_seconds": 2.0,
+        "unknown_seconds": unknown,
+        "slice_seconds": late,
+        "tombstone_seconds": 10.0,
+    }
+
+
+def _own_limits(limits: Limits, faults: frozenset[str], own: Random, *, differ: bool, slow: bool) -> Limits:
+    """One engine's limits: those of all, but for what it has to itself."""
+    times = _short_times(own, slow=slow)
+    keeps, slice_bytes, in_flight = own.random() < 0.5, own.choice((1, 64, 256)), own.choice((1, 2, 4))
+    few, fewer, least = own.choice((1, 2, 3)), own.choice((1, 1, 2)), own.choice((1, 2, 3))
+    small = [own.random() < share for share in (SMALL_SHARE, FORGETFUL_SHARE, SMALL_SHARE)]
+    idle = own.choice((1.0, 4.0, limits.idle_seconds))
+    changes: dict[str, float | int] = {}
+    if differ:
+        changes = {"slice_bytes": slice_bytes, "in_flight_per_peer": in_flight, "idle_seconds": idle}
+        changes |= {} if keeps else times
+    if "table" in faults:
+        tables = (("consumers_max", few), ("tombstones_max", fewer), ("transfers_max", least))
+        changes |= {name: most for (name, most), is_small in zip(tables, small, strict=True) if is_small}
+    return msgspec.structs.replace(limits, **changes)
+
+
+def _with(facts: EngineFacts, **changes: float) -> EngineFacts:
+    """An engine with other limits."""
+    return replace(facts, limits=msgspec.structs.replace(facts.limits, **changes))
+
+
+def most_patient(limits: Sequence[Limits]) -> Limits:
+    """With the longest of each time: nobody waits longer."""
+    names = [name for name in Limits.__struct_fields__ if name.endswith("_seconds")]
+    return msgspec.structs.replace(
+        limits[0], **{name: max(getattr(one, name) for one in limits) for name in names}
+    )
 
 
 def _link(faults: frozenset[str], random: Random) -> Link:

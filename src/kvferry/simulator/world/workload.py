@@ -39,6 +39,8 @@ class Item:
     stale_incarnation: bool
     replay_after_seconds: float | None = None
     """How soon its legs are sent again under the same id, once a decode leg has ended or lost its blocks."""
+    goes_on: bool = False
+    """Whether its decode legs are left alone when its prefill engine has died."""
 
     def __str__(self) -> str:
         return (
@@ -105,6 +107,7 @@ def _item(shape: Shape, contents: Contents, number: int, random: Random, is_calm
         knows_incarnation=random.random() < 0.6,
         stale_incarnation=random.random() < 0.04 and "stale_incarnation" in faults,
         replay_after_seconds=_replay_after(random) if "replay" in faults else None,
+        goes_on=random.random() < 0.5,
     )
 
 

@@ -23,6 +23,7 @@ from kvferry.simulator.world.resolver import Directories
 from kvferry.simulator.world.router import Router
 
 _SHAPE, _NETWORK, _RESOLVER = range(3)
+_ENGINES = 10
 """Among the random sources of a seed."""
 
 
@@ -32,11 +33,11 @@ class World:
     def __init__(self, seed: int, options: Options) -> None:
         self.seed = seed
         self.options = options
-        self.shape = shape.draw(options, stream(seed, _SHAPE))
+        self.shape = shape.draw(options, stream(seed, _SHAPE), stream(seed, _ENGINES))
         self.faults = self.shape.faults
         self.limits = self.shape.limits
         self.contents = Contents(shape.LAYERS, self.shape.tokens_max)
-        self.ground = Ground(seed, self.limits, self.contents, clocks_differ=self.shape.clocks_differ)
+        self.ground = Ground(seed, self.contents, clocks_differ=self.shape.clocks_differ)
         self.fleet = Fleet(self.shape.engines)
         self.engines = self.fleet.lives
         self.network = Network(
@@ -57,6 +58,7 @@ class World:
         if name in self.fleet.newest:
             # Whoever starts an engine sees to it that nothing of the one before is left.
             self.fleet.newest[name].crash()
+            self.fleet.closing.pop(name, None)
         engine = Engine(self.ground, self, self.fleet.facts(name), life)
         self.fleet.newest[name] = self.fleet.lives[name] = engine
         self.network.add(name, engine.ranks)

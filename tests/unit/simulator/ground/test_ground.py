@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from kvferry.ids import EngineId
-from kvferry.protocol.limits import Limits
 from kvferry.simulator.ground.arena import CacheShape
 from kvferry.simulator.ground.content import Contents
 from kvferry.simulator.ground.events import BlocksReturned, Healed, Observed
@@ -31,7 +30,7 @@ class OnlyHealing(Everything):
 
 
 def ground(*, clocks_differ: bool = True) -> Ground:
-    return Ground(7, Limits(), Contents(2, 16), clocks_differ=clocks_differ)
+    return Ground(7, Contents(2, 16), clocks_differ=clocks_differ)
 
 
 def test_observers_hear_in_the_order_in_which_they_came() -> None:

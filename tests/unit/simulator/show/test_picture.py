@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
+from itertools import combinations, pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -12,12 +12,14 @@ from kvferry.simulator.ground.outcome import Violation
 from kvferry.simulator.show.picture import GUTTER, MARGIN, NOTES_MAX, QUIET_SHARE_MAX, WIDTH, Scale, draw
 from kvferry.simulator.show.story import Kind, Lane, Mark, Story
 from kvferry.simulator.show.timeline import story
-from tests.support.sample_history import OURS, one_transfer
+from tests.support.sample_history import OURS, RENEWALS, hanging, one_transfer
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 BAD = story(
     one_transfer(fails=True), OURS, [Violation(2, 29.0, "transfer-1 landed in <freed> blocks & more")]
 )
+
+HANGING = story(hanging(), OURS)
 
 
 def parsed(told: Story) -> ElementTree.Element:
@@ -51,10 +53,10 @@ def test_everything_of_the_story_is_in_it() -> None:
 def test_faults_and_violations_are_numbered_and_explained() -> None:
     root = parsed(BAD)
     shown = texts(root)
-    listed = [text for text in shown if text.startswith(("error on one rank", "lose", "promise"))]
+    listed = [text for text in shown if text.startswith(("error on one rank", "message_lost", "promise"))]
     assert listed == [
         "error on one rank: post 2 breaks",
-        "lose: Failed, P0/0 to D0/0",
+        "message_lost: Failed, P0/0 to D0/0",
         "promise 2: transfer-1 landed in <freed> blocks & more",
     ]
     assert {"1", "2", "3"} <= set(shown)
@@ -77,18 +79,45 @@ def test_nothing_is_drawn_outside() -> None:
             assert 0 <= value <= most, element.attrib
 
 
-def test_labels_do_not_cover_each_other() -> None:
+@pytest.mark.parametrize("told", [BAD, HANGING], ids=["bad", "hanging"])
+def test_labels_do_not_cover_each_other(told: Story) -> None:
+    """Of marks, arrows and bars alike; letters of this size are about 4.5 wide and 7 high."""
     boxes = [
         (float(element.attrib["x"]), float(element.attrib["y"]), element.text or "")
-        for element in parsed(BAD).iter(f"{NAMESPACE}text")
+        for element in parsed(told).iter(f"{NAMESPACE}text")
         if element.attrib["font-size"] == "9" and element.attrib["text-anchor"] == "start"
     ]
-    lines: dict[float, list[tuple[float, str]]] = {}
-    for x, y, text in boxes:
-        lines.setdefault(y, []).append((x, text))
-    for line in lines.values():
-        for (x, text), (following, _) in pairwise(sorted(line)):
-            assert x + 4.5 * len(text) <= following, (text, line)
+    assert len(boxes) > 20
+    for (x, y, text), (other_x, other_y, other) in combinations(boxes, 2):
+        beside = x + 4.5 * len(text) <= other_x or other_x + 4.5 * len(other) <= x
+        assert beside or abs(y - other_y) >= 7, (text, other)
+
+
+def test_no_line_goes_over_a_label_of_an_arrow() -> None:
+    order = [element.tag.removeprefix(NAMESPACE) for element in parsed(HANGING).iter()]
+    haloed = [
+        index
+        for index, element in enumerate(parsed(HANGING).iter())
+        if element.tag == f"{NAMESPACE}text" and element.attrib.get("paint-order")
+    ]
+    lines = [index for index, tag in enumerate(order) if tag == "circle"]
+    assert max(lines) < min(haloed)
+
+
+def test_what_was_left_out_is_written_beside_its_bar() -> None:
+    assert f"{2 * RENEWALS - 8} renewals and answers left out" in texts(parsed(HANGING))
+
+
+def test_a_violation_keeps_its_number_where_a_fault_is_close() -> None:
+    marks = [Mark(None, 1.0, Kind.FAULT, "", "fault"), Mark(None, 1.0, Kind.VIOLATION, "", "violation")]
+    ticks = [Mark("router", at, Kind.COMMAND, "", "x") for at in (0.0, 2.0)]
+    root = parsed(Story(OURS, [Lane("router", "router")], marks=[*marks, *ticks]))
+    numbers = [
+        element.text
+        for element in root.iter(f"{NAMESPACE}text")
+        if element.attrib["font-weight"] == "700" and element.attrib["text-anchor"] == "middle"
+    ]
+    assert numbers == ["2"]
 
 
 def test_a_story_without_an_instant_is_a_picture_too() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Iterable
+from dataclasses import replace
 
 from kvferry.protocol.states import DELIVERY, PART, RECEPTION, SOURCE
-from kvferry.simulator.show.table import Grid, coverage, overview, summary
+from kvferry.simulator.show.table import Grid, coverage, missing, overview, summary
 from kvferry.simulator.watch.coverage import IMPOSSIBLE, PAIRS
 
 GRID = Grid(("sent", "posted"), ("D abort", "late"), {("sent", "late"): "nothing can be late yet"})
@@ -46,6 +48,16 @@ def test_everything_visited() -> None:
     assert summary(ALL_PAIRS, ALL_CELLS, GRID) == (
         f"coverage: {transitions} of {transitions} transitions, 3 of 3 possible cells (1 impossible)"
     )
+
+
+def test_what_is_missing_is_a_line_each_and_nothing_where_there_is_nothing() -> None:
+    assert missing(ALL_PAIRS, ALL_CELLS, GRID) == []
+    assert missing(ALL_PAIRS, {("sent", "D abort"): 1}, GRID) == [
+        "not visited: 2 of the grid's cells: D abort at posted; late at posted"
+    ]
+    transitions, cells = missing({}, {}, GRID)
+    assert re.match(r"not visited: \d+ of the transitions: --verbose names them, ", transitions)
+    assert cells == "not visited: 3 of the grid's cells: D abort at sent / posted; late at posted"
 
 
 def test_the_machines_are_counted() -> None:
@@ -126,3 +138,11 @@ def test_the_order_is_the_same_in_every_run() -> None:
         if (state, event) in PART.late
     ]
     assert part == expected
+
+
+def test_cells_that_count_by_way_of_another_request_are_named_with_the_reason() -> None:
+    title = "Where the fault hits another consumer request of the same transfer:"
+    assert title not in overview(ALL_PAIRS, ALL_CELLS, GRID)
+    siblings = {("sent", "D abort"): "not yet", ("posted", "D abort"): "not yet", ("posted", "late"): "over"}
+    page = overview(ALL_PAIRS, ALL_CELLS, replace(GRID, by_sibling=siblings))
+    assert f"{title}\n\n- not yet: D abort at sent, D abort at posted\n- over: late at posted" in page

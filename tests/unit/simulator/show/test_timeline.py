@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from kvferry.errors import UsageError
@@ -12,7 +14,19 @@ from kvferry.simulator.ground import events as ev
 from kvferry.simulator.ground.outcome import Violation
 from kvferry.simulator.show.story import NETWORK, ROUTER, Arrow, Kind, Stretch
 from kvferry.simulator.show.timeline import Recorder, choose, story
-from tests.support.sample_history import CONSUMER, D_RANK, OTHER, OURS, P_RANK, D, History, P, one_transfer
+from tests.support.sample_history import (
+    CONSUMER,
+    D_RANK,
+    OTHER,
+    OURS,
+    P_RANK,
+    RENEWALS,
+    D,
+    History,
+    P,
+    hanging,
+    one_transfer,
+)
 
 GOOD, BAD = one_transfer(), one_transfer(fails=True)
 
@@ -165,7 +179,7 @@ def test_without_a_mark_nothing_is_permitted() -> None:
 
 def test_faults_that_hit_it_go_through_all_lanes_and_those_of_others_are_left_out() -> None:
     notes = [mark.note for mark in story(BAD, OURS).marks if mark.kind is Kind.FAULT]
-    assert notes == ["error on one rank: post 2 breaks", "lose: Failed, P0/0 to D0/0"]
+    assert notes == ["error on one rank: post 2 breaks", "message_lost: Failed, P0/0 to D0/0"]
     assert [mark.note for mark in story(GOOD, OURS).marks if mark.kind is Kind.FAULT] == []
 
 
@@ -209,7 +223,7 @@ def test_violations_of_other_transfers_are_left_out_and_those_of_none_are_not() 
     ]
     events = [*GOOD, ev.RequestEnded(2.2, P, "r9", LONGER, None, "x")]
     marks = [mark for mark in story(events, OURS, violations).marks if mark.kind is Kind.VIOLATION]
-    assert [(mark.note, mark.ours) for mark in marks] == [("promise 0: ValueError", False)]
+    assert [(mark.note, mark.ours) for mark in marks] == [("an error: ValueError", False)]
 
 
 def test_the_recorder_keeps_everything_in_order() -> None:
@@ -259,3 +273,46 @@ def test_otherwise_it_is_the_last_one_before_the_violation() -> None:
 def test_without_a_violation_it_is_the_one_with_most_faults() -> None:
     assert choose(GOOD, ()) == OTHER
     assert choose(BAD, ()) == OURS
+
+
+def test_a_transfer_may_be_named_by_the_beginning_of_its_id() -> None:
+    history = History()
+    for name in ("t001-0-abc", "t002-0-abd", "t0"):
+        history.add(ev.LegSent(1.0, P, "r1", TransferId(name), None))
+    assert choose(history.events, (), "t001") == "t001-0-abc"
+    assert choose(history.events, (), "t0") == "t0"
+    with pytest.raises(UsageError, match=r"t00 may be any of t001-0-abc, t002-0-abd; name more of it"):
+        choose(history.events, (), "t00")
+
+
+def test_of_what_hangs_the_picture_has_its_beginning_its_deadline_and_a_count() -> None:
+    events = hanging(deadline_seconds=10.0)
+    owed = Violation(6, 2.5, f"D0 never reported received for {OURS}, owed since 2.5", unfinished=True)
+    left = [Violation(7, math.inf, f"left over: {number}", unfinished=True) for number in range(3)]
+    marks = [
+        (mark.kind, mark.at_seconds, mark.note)
+        for mark in story(events, OURS, [owed, *left]).marks
+        if mark.kind in (Kind.VIOLATION, Kind.DEADLINE)
+    ]
+    end = events[-1].at_seconds
+    assert marks == [
+        (Kind.VIOLATION, 2.5, f"promise 6: {owed.what}"),
+        (Kind.VIOLATION, end, "unfinished as well at the end: 3 more"),
+        (Kind.DEADLINE, 10.0, "everything should have ended by now"),
+    ]
+    assert not any(mark.kind is Kind.DEADLINE for mark in story(events, OURS).marks)
+
+
+def test_long_runs_of_renewals_become_a_bar() -> None:
+    told = story(hanging(), OURS)
+    (bar,) = bars(told, Kind.LEFT_OUT)
+    assert bar.note == f"{2 * RENEWALS - 8} renewals and answers left out"
+    assert len(arrows(told, "Renew")) == len(arrows(told, "Status")) - 1 == 4
+    (permission,) = bars(told, Kind.PERMISSION)
+    assert not any(bar.start_seconds < at < bar.stop_seconds for at in permission.ticks)
+
+
+def test_short_runs_of_renewals_are_drawn() -> None:
+    told = story(hanging(renewals=5), OURS)
+    assert bars(told, Kind.LEFT_OUT) == []
+    assert len(arrows(told, "Renew")) == 5

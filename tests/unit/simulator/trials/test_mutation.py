@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from kvferry.simulator.trials.mutation import (
     chosen,
     find_checkout,
     load,
+    planted,
     run_trials,
     try_mutant,
 )
@@ -122,8 +124,27 @@ def test_a_mutant_that_makes_histories_endless_does_not_take_for_ever(checkout: 
 
 def endless(seed: int, options: Options, **_: object) -> Outcome:
     """Every second seed is said not to have ended."""
-    violation = Violation(0, 0.0, f"{ENDLESS} 20 s of real time")
+    violation = Violation(0, 0.0, f"{ENDLESS} 20 s of CPU time")
     return Outcome(seed, (violation,) if fake.PLANTED and not seed % 2 else (), "", 1, 1.0, 1)
+
+
+def test_a_history_that_ends_on_a_second_try_has_found_nothing(checkout: Path) -> None:
+    TRIES.clear()
+    verdict = try_mutant(trial(checkout, "planted", 4, simulate=endless_once))
+    assert (verdict.tried, verdict.found, verdict.survived) == (4, 0, True)
+    assert TRIES == {0: 2, 1: 2, 2: 2, 3: 2}
+
+
+TRIES: Counter[int] = Counter()
+"""How often each seed ran with a mutant."""
+
+
+def endless_once(seed: int, options: Options, **_: object) -> Outcome:
+    """Each seed is said not to have ended, the first time."""
+    TRIES[seed] += bool(fake.PLANTED)
+    violation = Violation(0, 0.0, f"{ENDLESS} 20 s of CPU time")
+    once = fake.PLANTED and TRIES[seed] == 1
+    return Outcome(seed, (violation,) if once else (), "", 1, 1.0, 1)
 
 
 def test_a_mutant_that_no_seed_finds_survives(checkout: Path) -> None:
@@ -143,9 +164,35 @@ def test_each_mutant_has_a_process_of_its_own(checkout: Path) -> None:
     assert fake.PLANTED == []
 
 
-def test_the_checkout_is_found_from_below_and_from_the_package(checkout: Path, tmp_path: Path) -> None:
-    assert find_checkout(checkout / "src" / "kvferry") == checkout
+def test_a_mutant_whose_process_dies_has_no_verdict_and_the_others_have(checkout: Path) -> None:
+    """One that does not fit the code raises, which is told with it."""
+    unknown = trial(checkout, "gone", 7)
+    dying = replace(trial(checkout, "harmless", 7), simulate=fake.dying)
+    verdicts = {
+        one.mutant: one for one in run_trials([dying, unknown, trial(checkout, "planted", 7)], jobs=1)
+    }
+    assert verdicts["harmless"].lost == "a worker process ended with exit code 9"
+    assert "UsageError: --mutants: unknown gone" in verdicts["gone"].lost
+    assert verdicts["planted"].found == 1
+    assert [one.survived for one in verdicts.values()] == [False, False, False]
+
+
+def test_a_mutant_can_be_planted_here_to_look_at_a_history(checkout: Path) -> None:
+    (mutant,) = chosen(load(checkout), ("planted",))
+    with planted(mutant):
+        assert fake.simulate(6, Options()).violations[0].what == "found a planted fault"
+    with planted(None):
+        assert fake.simulate(6, Options()).violations == ()
+
+
+def test_the_checkout_is_found_from_the_package_and_then_from_below(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert find_checkout(tmp_path.parent) == ROOT
+    # Mutants fit the code that they are planted into: the package's own come first.
+    assert find_checkout(checkout / "src" / "kvferry") == ROOT
+    monkeypatch.setattr(kvferry, "__file__", str(tmp_path / "site-packages" / "kvferry" / "__init__.py"))
+    assert find_checkout(checkout / "src" / "kvferry") == checkout
 
 
 def test_without_a_checkout_it_says_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,20 @@ def test_only_what_is_needed_remains(guilty: set[int]) -> None:
     assert simulation.runs < RUNS_MAX
 
 
+def test_everything_is_left_out_first() -> None:
+    """What breaks with nothing in it is told at once."""
+    simulation = Counting(100, lambda kept: [2])
+    result = shrunk(simulation)
+    assert (result.items, simulation.runs) == ((), 1)
+    assert result.options.drop == frozenset(range(100))
+
+
+def test_the_time_is_bounded() -> None:
+    simulation = Counting(64, lambda kept: [2])
+    result = shrunk(simulation, seconds_max=0.0)
+    assert (result.runs, len(result.items)) == (0, 64)
+
+
 def test_another_promise_is_another_bug() -> None:
     def breaks(kept: frozenset[int]) -> list[int]:
         return [2] if kept >= {3, 8} else [5]

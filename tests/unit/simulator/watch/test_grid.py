@@ -40,7 +40,7 @@ from kvferry.simulator.ground.events import (
     Reported,
 )
 from kvferry.simulator.watch import grid, stages
-from kvferry.simulator.watch.grid import FAULTS, IMPOSSIBLE, Grid
+from kvferry.simulator.watch.grid import BY_SIBLING, FAULTS, IMPOSSIBLE, Grid
 from kvferry.simulator.watch.stages import STAGES, Stages
 from kvferry.transport.base import PostState
 from tests.support.history import CONSUMER, D0, D1, P0, P1, PRODUCER, SOURCE, C, T, advance, preempt, receive
@@ -185,7 +185,7 @@ def test_everything_computed_but_lost_to_a_preemption_is_not_matched() -> None:
     assert world.stage() == stages.QUEUED
 
 
-def test_a_fault_counts_for_the_stage_of_each_consumer_of_its_transfer() -> None:
+def test_what_hits_a_transfer_counts_for_the_stage_of_each_of_its_consumers() -> None:
     world = at(stages.DECODING)
     world.announced(OTHER)
     world.see(FaultInjected(2.0, "replay", "", (T,)), FaultInjected(2.0, "of no interest", "", (T,)))
@@ -207,22 +207,62 @@ def test_aborts_are_told_apart_by_side() -> None:
         (FabricFault(2.0, P0, D0, "refuse", (10,)), grid.POST_REFUSED),
         (FabricFault(2.0, P0, D0, "fail", (10,)), grid.RANK_ERROR),
         (FabricFault(2.0, P0, D0, "stall", (11,)), grid.STALLED),
-        (FabricFault(2.0, D0, P0, "double", payload=b"for t"), grid.MESSAGE_DOUBLED),
-        (FabricFault(2.0, P0, D0, "delay", payload=b"for t"), grid.MESSAGE_LATE),
+        (FabricFault(2.0, D0, P0, "double", payload=b"for t and c"), grid.MESSAGE_DOUBLED),
+        (FabricFault(2.0, P0, D0, "delay", payload=b"for t and c"), grid.MESSAGE_LATE),
         (PostEnded(2.0, P0, D0, 1, PostState.FAILED), grid.RANK_ERROR),
+        (FaultInjected(2.0, "abort", C, (T,)), grid.D_ABORT),
+    ],
+)
+def test_a_fault_counts_for_the_request_that_it_hits_and_not_for_its_sibling(
+    event: Observed, fault: str
+) -> None:
+    world = at(stages.POSTED)
+    world.announced(OTHER)
+    world.see(event)
+    assert world.grid.cells == {(stages.POSTED, fault): 1}
+
+
+@pytest.mark.parametrize(
+    ("event", "fault"),
+    [
         (Told(2.0, P0, preempt(4)), grid.P_PREEMPTION),
         (Reported(2.0, P0, Released(T, "lease_expired: 30 s")), grid.LEASE_ENDS),
         (FaultInjected(2.0, "crash", "P, noticed after 0 s"), grid.P_CRASH),
         (FaultInjected(2.0, "crash", "D"), grid.D_CRASH),
-        (DecodeEnded(2.0, CONSUMER, OTHER, preempted=True), grid.D_PREEMPTION),
     ],
 )
-def test_faults_are_read_from_what_happens(event: Observed, fault: str) -> None:
+def test_a_fault_of_a_whole_transfer_counts_for_every_request_of_it(event: Observed, fault: str) -> None:
     world = at(stages.POSTED)
     world.announced(OTHER)
     world.decoding(OTHER)
     world.see(event)
     assert world.grid.cells == {(stages.POSTED, fault): 1, (stages.DECODING, fault): 1}
+
+
+@pytest.mark.parametrize(
+    ("event", "fault", "hit"),
+    [
+        (FabricFault(2.0, P0, D0, "stall", (11,)), grid.STALLED, stages.POSTED),
+        (PostEnded(2.0, P0, D0, 1, PostState.FAILED), grid.RANK_ERROR, stages.POSTED),
+        (DecodeEnded(2.0, CONSUMER, OTHER, preempted=True), grid.D_PREEMPTION, stages.DECODING),
+    ],
+)
+def test_cells_that_need_a_sibling_count_by_way_of_one(event: Observed, fault: str, hit: str) -> None:
+    world = at(stages.POSTED)
+    world.announced(OTHER)
+    world.decoding(OTHER)
+    world.see(event)
+    other = stages.DECODING if hit == stages.POSTED else stages.POSTED
+    assert world.grid.cells == {(hit, fault): 1, (other, fault): 1}
+    assert (other, fault) in BY_SIBLING
+
+
+def test_the_crash_of_one_consumers_engine_does_not_hit_another_engines() -> None:
+    world = at(stages.POSTED)
+    world.see(EngineStarted(2.0, EngineId("D2"), (PeerName("D2/1/tp0"),), 32))
+    world.see(Told(2.0, PeerName("D2/1/tp0"), AnnounceCommand(T, OTHER, SOURCE)))
+    world.see(FaultInjected(2.0, "crash", "D2"))
+    assert set(world.grid.cells) == {(stages.QUEUED, grid.D_CRASH)}
 
 
 @pytest.mark.parametrize(
@@ -245,9 +285,9 @@ def test_what_hits_others_is_not_counted(event: Observed) -> None:
 
 def test_a_lost_message_counts_when_it_names_the_transfer_or_greets() -> None:
     world = at(stages.SENT)
-    for number, payload in enumerate((b"names t", b"of \x00", b"........\x88\xa1t\xa5hello")):
+    for number, payload in enumerate((b"names t, c", b"names t", b"of \x00", b"........\x88\xa1t\xa5hello")):
         world.see(MessageSent(2.0, D0, P0, number, payload), MessageEnded(2.0, D0, P0, number, arrived=False))
-    world.see(MessageSent(2.0, D0, P0, 9, b"names t"), MessageEnded(2.0, D0, P0, 9, arrived=True))
+    world.see(MessageSent(2.0, D0, P0, 9, b"names t, c"), MessageEnded(2.0, D0, P0, 9, arrived=True))
     assert world.grid.cells == {(stages.SENT, grid.MESSAGE_LOST): 2}
 
 
@@ -273,7 +313,9 @@ def test_the_prefill_runs_until_it_is_ended() -> None:
 def test_the_grid_has_few_impossible_cells_each_with_its_reason() -> None:
     assert (len(STAGES), len(FAULTS)) == (9, 15)
     assert len(IMPOSSIBLE) <= 13
-    assert all(stage in STAGES and fault in FAULTS and why for (stage, fault), why in IMPOSSIBLE.items())
+    listed = (*IMPOSSIBLE.items(), *BY_SIBLING.items())
+    assert all(stage in STAGES and fault in FAULTS and why for (stage, fault), why in listed)
+    assert not IMPOSSIBLE.keys() & BY_SIBLING.keys()
 
 
 def test_blocks_of_facts_are_of_the_type_that_the_cores_use() -> None:

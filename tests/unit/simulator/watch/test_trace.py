@@ -119,6 +119,7 @@ def test_what_has_no_stable_bytes_is_refused() -> None:
 # --- lines ----------------------------------------------------------------------------------------
 
 LINES = [
+    (ev.ItemBegan(0.0, 1003, "crash at 0.000 s"), "ITEM 1003 crash at 0.000 s"),
     (ev.EngineStarted(0.0, "P0", (P_RANK,), 24), "P0 starts: 24 blocks, P0/p-one/tp0"),
     (ev.EngineCrashed(0.0, "P0", (P_RANK,)), "P0 crashes: P0/p-one/tp0"),
     (
@@ -153,13 +154,13 @@ LINES = [
     ),
     (ev.RequestEnded(0.0, "P0", "r1", OURS, None, "x"), "P0 request r1 of transfer-1 ends (producer): x"),
     (
-        ev.FaultInjected(0.0, "D abort", "client left", (OURS,)),
-        "FAULT D abort: client left (hits transfer-1)",
+        ev.FaultInjected(0.0, "post_late", f"2 to {P_RANK}", (OURS,)),
+        "FAULT post_late: 2 to P0/p-one/tp0 (hits transfer-1)",
     ),
     (ev.FaultInjected(0.0, "partition", "P0 to D0"), "FAULT partition: P0 to D0"),
     (
         ev.FabricFault(0.0, P_RANK, D_RANK, "refuse", target_blocks=(5, 6)),
-        "FAULT refuse, P0/p-one/tp0 to D0/d-one/tp0: a post into [5-6]",
+        "FAULT post_refused, P0/p-one/tp0 to D0/d-one/tp0: a post into [5-6]",
     ),
     (ev.Healed(3.0, 99.5), "HEALED faults stop; everything must end by 99.500000"),
     (

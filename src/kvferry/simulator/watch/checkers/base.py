@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Protocol
 
 from kvferry.ids import ConsumerId, PeerName, TransferId
+from kvferry.protocol.limits import Limits
 from kvferry.simulator.ground.events import Observed
 from kvferry.simulator.ground.outcome import Violation
 
@@ -27,6 +28,19 @@ class Oracle(Protocol):
     @property
     def delay_seconds(self) -> float:
         """The most that one hop takes where nothing goes wrong: the network's way and a thread's lag."""
+        ...
+
+    @property
+    def retry_bound_seconds(self) -> float:
+        """Nothing lands later than so long after it was posted."""
+        ...
+
+    def limits_of(self, rank: PeerName) -> Limits:
+        """The limits that a rank was started with, of any life."""
+        ...
+
+    def clock_rate_of(self, rank: PeerName) -> float:
+        """Seconds on a rank's clock per true second."""
         ...
 
     def mismatch(

@@ -10,17 +10,22 @@ from typing import ClassVar
 
 from kvferry.ids import PeerName, TransferId
 from kvferry.protocol.commands import Advance, Expect, Receive, Received, ReceiveFailed, Released
+from kvferry.protocol.reasons import STARVED, code_of
 from kvferry.simulator.ground.events import (
     Commanded,
+    DecodeStarted,
     EngineCrashed,
     FabricFault,
     FaultInjected,
+    Landed,
     MessageEnded,
     Observed,
     Posted,
     Reported,
 )
 from kvferry.simulator.watch.checkers.base import Checker, Handlers, Oracle
+from kvferry.simulator.watch.checkers.ledger import Ledger
+from kvferry.simulator.watch.checkers.starving import Starving
 
 SOON_SECONDS = 0.25
 SOON_HOPS = 25
@@ -31,19 +36,22 @@ A greeting, a registration and their answers take fewer; each post into the same
 too, adds a few. What is only healed by the next renewal comes later, where the network is not slow: nothing
 is posted meanwhile.
 """
-STARVED = "starved"
-"""Two engines may have too little memory for each other without any fault; one of them then gives way."""
-GOOD_RELEASES = frozenset({"written", "fetched", "cancelled", STARVED})
+GOOD_RELEASES = frozenset({"written", "fetched", "cancelled"})
 """Without an abort a consumer cancels only what it has already."""
 
 
 class CalmSucceeds(Checker):
-    """Judges histories in which no fault may happen; in others it is silent."""
+    """Judges histories in which no fault may happen; in others it is silent.
+
+    Two engines may have too little memory for each other without any fault; one of them then gives way. What
+    excuses that is up to `Starving`.
+    """
 
     promise: ClassVar[int] = 6
 
-    def __init__(self, oracle: Oracle) -> None:
+    def __init__(self, ledger: Ledger, oracle: Oracle) -> None:
         self._calm = oracle.is_calm
+        self._starving = Starving(ledger, oracle)
         self._delay_seconds = oracle.delay_seconds
         self._posted_at: dict[PeerName, list[float]] = {}
         self._tokens: dict[TransferId, int] = {}
@@ -60,6 +68,8 @@ class CalmSucceeds(Checker):
             Commanded: self._commanded,
             Reported: self._reported,
             Posted: self._posted,
+            Landed: self._starving.landed,
+            DecodeStarted: self._starving.decoding,
             FaultInjected: self._disturbed,
             FabricFault: self._disturbed,
             EngineCrashed: self._disturbed,
@@ -78,6 +88,9 @@ class CalmSucceeds(Checker):
 
     def _commanded(self, event: Commanded) -> None:
         command = event.command
+        problem = self._starving.commanded(event)
+        if problem:
+            self.broken(event.at_seconds, problem)
         if isinstance(command, Expect):
             self._tokens[command.transfer] = command.tokens
         elif isinstance(command, Advance):
@@ -88,6 +101,7 @@ class CalmSucceeds(Checker):
 
     def _reported(self, event: Reported) -> None:
         result, at = event.result, event.at_seconds
+        problem = self._starving.reported(event)
         if isinstance(result, Received):
             allocated_at = self._allocated_at.get((event.rank, result.transfer, result.consumer), at)
             ready_at = max(allocated_at, self._complete_at.get(result.transfer, at))
@@ -97,10 +111,12 @@ class CalmSucceeds(Checker):
                 text = f"{event.rank} received {result.consumer} {at - ready_at:.3f} s after it could have"
                 self.broken(at, f"{text}, expected within {soon_seconds:.3f} s")
         elif isinstance(result, ReceiveFailed):
-            if result.reason.partition(":")[0] == STARVED:
-                return
-            self.broken(
-                at, f"{event.rank} did not receive {result.consumer} without a fault: {result.reason}"
-            )
-        elif isinstance(result, Released) and result.outcome.partition(":")[0] not in GOOD_RELEASES:
-            self.broken(at, f"{event.rank} released {result.transfer} as {result.outcome} without a fault")
+            self._judge(event, result.reason, problem, f"did not receive {result.consumer}")
+        elif isinstance(result, Released) and code_of(result.outcome) not in GOOD_RELEASES:
+            self._judge(event, result.outcome, problem, f"released {result.transfer}")
+
+    def _judge(self, event: Reported, reason: str, problem: str, what: str) -> None:
+        if code_of(reason) != STARVED:
+            self.broken(event.at_seconds, f"{event.rank} {what} without a fault: {reason}")
+        elif problem:
+            self.broken(event.at_seconds, f"{event.rank} {what}: {reason}, but {problem}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from kvferry.ids import ConsumerId, EngineId, PeerName, TransferId
-from kvferry.protocol.commands import Received, ReceiveFailed, Released
-from kvferry.simulator.ground.events import EngineCrashed, LegSent, Reported, RequestEnded
+from kvferry.protocol.commands import Expect, Receive, Received, ReceiveFailed, Released
+from kvferry.simulator.ground.events import Commanded, EngineCrashed, LegSent, Reported, RequestEnded
 from kvferry.simulator.watch.checkers.base import Checker, Handlers
 from kvferry.simulator.watch.checkers.ledger import Ledger
 
@@ -17,7 +17,11 @@ GOOD_RELEASES = frozenset({"written", "fetched"})
 
 
 class OneOutcomeEach(Checker):
-    """Counts outcomes per request, and compares `completed` with what the engine's ranks have reported."""
+    """Counts outcomes per request, and compares them with what the engine's ranks were told and reported.
+
+    `skipped` is right for a request of which no rank was ever handed anything: no destination, and no prefill
+    request. Whatever has begun on a rank ends as completed, failed or cancelled.
+    """
 
     promise: ClassVar[int] = 8
 
@@ -27,12 +31,15 @@ class OneOutcomeEach(Checker):
         self._counted: dict[tuple[EngineId, str], list[str]] = {}
         self._reports: dict[tuple[TransferId, ConsumerId | None], dict[PeerName, bool]] = {}
         """Per part in a transfer what each rank said last: whether it went well."""
+        self._begun: dict[tuple[EngineId, TransferId, ConsumerId | None], dict[PeerName, int]] = {}
+        """Per part in a transfer how often each rank has begun it and it has not been counted since."""
         super().__init__()
 
     def handlers(self) -> Handlers:
         """What is called for which kind of event."""
         return {
             LegSent: self._sent,
+            Commanded: self._commanded,
             Reported: self._reported,
             RequestEnded: self._ended,
             EngineCrashed: self._crashed,
@@ -42,6 +49,14 @@ class OneOutcomeEach(Checker):
         # A name may be used again once the earlier request of that name has ended, and be counted again.
         key = event.engine, event.request
         self._sent_count[key] = self._sent_count.get(key, 0) + 1
+
+    def _commanded(self, event: Commanded) -> None:
+        command = event.command
+        if isinstance(command, Expect | Receive):
+            consumer = command.consumer if isinstance(command, Receive) else None
+            key = self._ledger.life_of[event.rank].engine, command.transfer, consumer
+            begun = self._begun.setdefault(key, {})
+            begun[event.rank] = begun.get(event.rank, 0) + 1
 
     def _reported(self, event: Reported) -> None:
         result = event.result
@@ -63,9 +78,18 @@ class OneOutcomeEach(Checker):
         before.append(event.outcome)
         if event.outcome not in OUTCOMES:
             self.broken(at, f"{who} was counted under {event.outcome!r}, which is no outcome")
+        begun = self._begun.get((event.engine, event.transfer, event.consumer), {})
         if event.outcome == SKIPPED:
-            # No rank had a part in it; another request under the same id may have reports to come.
+            # Another request under the same id may have begun, and have reports to come.
+            uncounted = self._sent_count.get(key, 1) - len(before) + 1
+            ranks_begun = [rank for rank, times in begun.items() if times >= uncounted]
+            if ranks_begun:
+                self.broken(
+                    at, f"{who} was counted as skipped though it had begun on {', '.join(ranks_begun)}"
+                )
             return
+        for rank, times in begun.items():
+            begun[rank] = max(times - 1, 0)
         ranks = self._ledger.lives[event.engine].ranks
         reports = self._reports.get((event.transfer, event.consumer), {})
         # Popped: the same id may live again, and its ranks have to report again.
@@ -79,3 +103,5 @@ class OneOutcomeEach(Checker):
         for counts in (self._counted, self._sent_count):
             for key in [key for key in counts if key[0] == event.engine]:
                 del counts[key]
+        for part in [part for part in self._begun if part[0] == event.engine]:
+            del self._begun[part]
