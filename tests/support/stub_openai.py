@@ -46,15 +46,16 @@ class StubOpenAI:
         """The whole answer to a body."""
         prompts = _prompts(body)
         answers = [prompt for prompt in prompts for _ in range(body.get("n", 1))]
-        choices = []
+        choices: list[Body] = []
+        made = 0
         for index, prompt in enumerate(answers):
             first = zlib.crc32(json.dumps(prompt).encode()) % 1000 + self.damage
             tokens = [first + offset for offset in range(3)]
             text = " ".join(map(str, tokens))
             said = {"message": {"content": text}} if "messages" in body else {"text": text}
             choices.append({"index": index, "token_ids": tokens, "finish_reason": "length", **said})
+            made += len(tokens)
         counted = sum(len(prompt) for prompt in prompts)
-        made = sum(len(choice["token_ids"]) for choice in choices)
         return {"choices": choices, "usage": {"prompt_tokens": counted, "completion_tokens": made}}
 
 

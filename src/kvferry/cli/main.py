@@ -46,7 +46,7 @@ COMMANDS = {
     "version": ("kvferry.cli.version", "print the versions of kvferry, vLLM, NIXL and torch"),
 }
 
-EXTRAS = {"numpy": "sim", "matplotlib": "bench", "vllm": "vllm", "torch": "vllm", "nixl": "vllm", "zmq": "vllm"}
+EXTRAS = {"numpy": "sim", "matplotlib": "bench"} | dict.fromkeys(("vllm", "torch", "nixl", "zmq"), "vllm")
 """Modules that a plain installation lacks, and the extra that brings each."""
 
 
