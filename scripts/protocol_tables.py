@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from kvferry.connector.settings import LIMIT_KEYS
+from kvferry.host.settings import LIMIT_KEYS
 from kvferry.protocol import reasons, states
 from kvferry.protocol.consumer import CONSUMER_MESSAGES
 from kvferry.protocol.limits import Limits

@@ -97,7 +97,7 @@ AGENT_SIDE: tuple[Mutant, ...] = (
         "a slice that ended in an error counts as written",
         (
             Edit(
-                f"{POSTS}:Posts.poll",
+                f"{POSTS}:Posts._look",
                 old="if state is PostState.DONE:",
                 new="if state in (PostState.DONE, PostState.FAILED):",
             ),
@@ -109,11 +109,11 @@ AGENT_SIDE: tuple[Mutant, ...] = (
         "when a slice has ended, the others in flight to the same peer are forgotten",
         (
             Edit(
-                f"{POSTS}:Posts.poll",
-                old="            del self._flights[number]\n",
-                new="            for other, its in list(self._flights.items()):\n"
-                "                if its.peer == flight.peer:\n"
-                "                    del self._flights[other]\n",
+                f"{POSTS}:Posts._look",
+                old="        del self._flights[number]\n",
+                new="        for other, its in list(self._flights.items()):\n"
+                "            if its.peer == flight.peer:\n"
+                "                del self._flights[other]\n",
             ),
         ),
     ),

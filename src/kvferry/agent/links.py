@@ -155,10 +155,12 @@ class Links:
         joint = plan(self.ours, theirs)
         self._writable[peer] = _Writable(hello, joint)
         self._writable.move_to_end(peer)
+        slice_tokens, joined_tokens = self._slice_tokens(joint)
         return PeerFacts(
             block_tokens=tuple(group.block_tokens for group in theirs.groups),
-            slice_tokens=self._slice_tokens(joint),
+            slice_tokens=slice_tokens,
             block_counts=tuple(group.block_count for group in theirs.groups),
+            joined_tokens=joined_tokens,
         )
 
     def plan_for(self, peer: PeerName) -> CopyPlan:
@@ -225,16 +227,19 @@ class Links:
             first = problems[0]
             raise GeometryError(first.field, first.ours, first.theirs, rest)
 
-    def _slice_tokens(self, joint: CopyPlan) -> int:
-        """The most tokens of one slice: within the limits of bytes and of descriptors, at least a block."""
-        tokens = []
+    def _slice_tokens(self, joint: CopyPlan) -> tuple[int, int]:
+        """The most tokens of one slice: within the limits of bytes and of descriptors, at least a block.
+
+        And the most where blocks that follow each other on both sides are one descriptor per piece.
+        """
+        tokens, joined = [], []
         for index, group in enumerate(self.ours.groups):
-            block_bytes, pieces = joint.bytes_per_block(index), joint.pieces(index)
-            blocks = min(
-                self.limits.slice_bytes // max(block_bytes, 1), self.limits.slice_runs // max(pieces, 1)
-            )
-            tokens.append(max(blocks, 1) * group.block_tokens)
-        return min(tokens)
+            most = max(self.limits.slice_bytes // max(joint.bytes_per_block(index), 1), 1)
+            apart = max(self.limits.slice_runs // max(joint.pieces(index), 1), 1)
+            touch = joint.groups[index].blocks_touch
+            tokens.append(min(most, apart) * group.block_tokens)
+            joined.append((most if touch else min(most, apart)) * group.block_tokens)
+        return min(tokens), min(joined)
 
     def _trim(self) -> None:
         unlinked = [peer for peer, writable in self._writable.items() if not writable.linked]

@@ -43,6 +43,9 @@ RECENT_SECONDS = 0.002
 """Pause while peers have spoken within the last second."""
 IDLE_SECONDS = 0.02
 """Pause otherwise; what it delays is the first message after a silence, never the end of a prefill."""
+POSTING_SECONDS = 0.01
+"""After so long in posts the loop turns to messages and commands before it posts on: where the poster's own
+processor moves the bytes, there is no end of posts while there is something to write."""
 STALL_SECONDS = 1.0
 """A step that comes later than this is worth a warning: something holds the processor or Python's lock."""
 GAUGE_SECONDS = 0.25
@@ -116,6 +119,8 @@ class Loop:
         self._heard_at = clock()
         self._gauged_at = 0.0
         self._due_at = clock()
+        self._posts_on = False
+        """Whether there may be more to post than the last step has posted."""
 
     @property
     def quiet(self) -> bool:
@@ -260,12 +265,17 @@ class Loop:
         )
 
     def _post(self) -> None:
+        until = self._clock() + POSTING_SECONDS
+        self._posts_on = False
         while not self._closing and (piece := self.producer.next_slice(self._clock())) is not None:
             if self._before_post is not None:
                 self._before_post()
-            lost = self._posts.post(piece, self._peers.plan_for(piece.peer), self._clock())
+            lost = self._posts.post(piece, self._peers.plan_for(piece.peer), self._clock)
             if lost is not None:
                 self._peers.lose([(piece.peer, str(lost))])
+            if self._clock() >= until:
+                self._posts_on = True
+                return
 
     def report(self) -> None:
         """Hand over what the cores have to tell the engine."""
@@ -283,6 +293,8 @@ class Loop:
 
     def _pause(self) -> float:
         now = self._clock()
+        if self._posts_on:
+            return 0.0
         if self._posts or self._mail.waiting or self._gated:
             pause = FLIGHT_SECONDS
         elif self.producer.expecting or self.consumer.expecting:

@@ -1,7 +1,8 @@
 """Slices in flight: turned into descriptors, posted, polled to their end at once, and released.
 
-Whoever posts a WRITE polls it to the end: the other side hears nothing before. Belongs to the agent's
-thread.
+Whoever posts a WRITE polls it to the end: the other side hears nothing before. Where the poster's own
+processor moves the bytes, a post has ended when it returns; looked at then, it lets the next slice follow
+without a pause, and the last one take all that is left. Belongs to the agent's thread.
 """
 
 from __future__ import annotations
@@ -58,46 +59,53 @@ class Posts:
         """Peers that something is in flight to."""
         return {flight.peer for flight in self._flights.values()}
 
-    def post(self, piece: PostSlice, plan: CopyPlan, now: float) -> PeerLostError | None:
-        """Post a slice; tells the sink if it was refused, and returns the error if the peer is gone."""
+    def post(self, piece: PostSlice, plan: CopyPlan, clock: Callable[[], float]) -> PeerLostError | None:
+        """Post a slice; tells the sink if it is refused or ends at once; returns the error of a lost peer."""
         try:
             runs = slice_runs(piece, plan)
             handle = self.transport.write(piece.peer, runs, self.encode(piece.notify))
         except PeerLostError as error:
-            self.sink.handle_slice_failed(piece.slice, because(PEER_LOST, error), now, retryable=False)
+            self.sink.handle_slice_failed(piece.slice, because(PEER_LOST, error), clock(), retryable=False)
             return error
         except TransportError as error:
             self.stats.posts_refused += 1
-            self.sink.handle_slice_failed(piece.slice, str(error), now, retryable=error.retryable)
+            self.sink.handle_slice_failed(piece.slice, str(error), clock(), retryable=error.retryable)
             return None
         except GeometryError as error:
-            self.sink.handle_slice_failed(piece.slice, str(error), now, retryable=False)
+            self.sink.handle_slice_failed(piece.slice, str(error), clock(), retryable=False)
             return None
         self._flights[piece.slice] = _Flight(handle, piece.peer)
         self.stats.posted(runs.bytes, len(runs), early=piece.early)
-        return None
+        return self._look(piece.slice, clock)
 
     def poll(self, clock: Callable[[], float]) -> list[tuple[PeerName, str]]:
         """Poll every slice; returns the peers that turned out to be gone."""
         lost: list[tuple[PeerName, str]] = []
         for number, flight in list(self._flights.items()):
-            state = self.transport.poll(flight.handle)
-            if state is PostState.IN_FLIGHT:
-                continue
-            error = self.transport.failure(flight.handle) if state is PostState.FAILED else None
-            self.transport.release(flight.handle)
-            del self._flights[number]
-            if state is PostState.DONE:
-                self.sink.handle_slice_done(number, clock())
-                continue
-            text = str(error or "the transfer failed")
-            gone = isinstance(error, PeerLostError)
-            if gone:
-                lost.append((flight.peer, text))
-                text = because(PEER_LOST, text)
-            retryable = error is not None and error.retryable and not gone
-            self.sink.handle_slice_failed(number, text, clock(), retryable=retryable)
+            error = self._look(number, clock)
+            if error is not None:
+                lost.append((flight.peer, str(error)))
         return lost
+
+    def _look(self, number: int, clock: Callable[[], float]) -> PeerLostError | None:
+        """Poll one slice, and tell the sink if it has ended; returns the error if its peer is gone."""
+        flight = self._flights[number]
+        state = self.transport.poll(flight.handle)
+        if state is PostState.IN_FLIGHT:
+            return None
+        error = self.transport.failure(flight.handle) if state is PostState.FAILED else None
+        self.transport.release(flight.handle)
+        del self._flights[number]
+        if state is PostState.DONE:
+            self.sink.handle_slice_done(number, clock())
+            return None
+        text = str(error or "the transfer failed")
+        if isinstance(error, PeerLostError):
+            self.sink.handle_slice_failed(number, because(PEER_LOST, text), clock(), retryable=False)
+            return error
+        retryable = error is not None and error.retryable
+        self.sink.handle_slice_failed(number, text, clock(), retryable=retryable)
+        return None
 
 
 def slice_runs(piece: PostSlice, plan: CopyPlan) -> Runs:

@@ -52,10 +52,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     it a registration is answered `Failed`."""
     held_seconds: float = 1800.0
     """A lease is renewed for so long at most after prefill ended; then it ends, whoever still renews it."""
-    slice_bytes: int = 32 << 20
+    slice_bytes: int = 64 << 20
     """Bytes per slice, at least one block."""
     slice_runs: int = 4096
-    """Descriptors per slice before merging, at least one block's."""
+    """Descriptors per slice before merging, at least one block's. Blocks that follow each other on both sides
+    count as one where they merge."""
     in_flight_per_peer: int = 4
     """Slices in flight towards one peer; further ones wait their turn."""
     message_bytes_max: int = 16 << 20

@@ -96,3 +96,6 @@ class PeerFacts(msgspec.Struct, frozen=True):
     slice_tokens: int
     block_counts: tuple[int, ...] = ()
     """Blocks of each group of the peer's cache; a registration cannot have more."""
+    joined_tokens: int = 0
+    """The most tokens of a slice whose blocks follow each other on both sides, so that they take few
+    descriptors; no more than `slice_tokens` where that saves none."""

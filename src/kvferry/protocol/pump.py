@@ -8,6 +8,7 @@ nothing is scanned while nothing changes, however many transfers wait.
 from __future__ import annotations
 
 import math
+from array import array
 
 from kvferry.ids import PeerName
 from kvferry.protocol import settle
@@ -59,8 +60,25 @@ def _postable(
     if delivery.behind:
         return None
     grain = math.lcm(*state.block_tokens, *lane.facts.block_tokens)
-    slice_tokens = max(lane.facts.slice_tokens // grain, 1) * grain
+    slice_tokens = max(_slice_tokens(state, row, delivery, lane) // grain, 1) * grain
     return delivery.next_range(row.frontier, slice_tokens, grain)
+
+
+def _slice_tokens(state: ProducerState, row: SourceRow, delivery: Delivery, lane: Lane) -> int:
+    """The most tokens of the next slice: more where its blocks follow each other on both sides."""
+    facts = lane.facts
+    stop = min(delivery.next_token + facts.joined_tokens, row.frontier, delivery.stop)
+    if stop <= delivery.next_token + facts.slice_tokens:
+        return facts.slice_tokens
+    longer = Posted(delivery.next_token, stop, 0)
+    cuts = (*_source_blocks(state, row, longer), *_target_blocks(lane, delivery, longer))
+    return facts.joined_tokens if all(map(_is_one_run, cuts)) else facts.slice_tokens
+
+
+def _is_one_run(blocks: BlockArray) -> bool:
+    first, last = blocks[0], blocks[-1]
+    # The ends tell nearly all; only where they fit each block is looked at.
+    return last - first == len(blocks) - 1 and blocks == array("q", range(first, last + 1))
 
 
 def stand_behind(state: ProducerState, delivery: Delivery, now: float) -> None:

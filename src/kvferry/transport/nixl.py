@@ -27,12 +27,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from kvferry.errors import PeerLostError, TransportError, UsageError
 from kvferry.ids import PeerName
-from kvferry.layout.runs import AddressArray, Region, Runs
+from kvferry.layout.runs import Region, Runs
 from kvferry.transport.base import Handle, Notification, PostState
 from kvferry.transport.checks import check_payload, check_runs
 from kvferry.transport.nixl_versions import VERSION_ADVISED, check_version
@@ -56,6 +53,14 @@ UCX_DEFAULTS = {"UCX_KEEPALIVE_INTERVAL": "5s", "UCX_TCP_USER_TIMEOUT": "20s"}
 20 s; without a user timeout Linux retransmits to a vanished host for about 15 minutes."""
 
 _RETRYABLE = ("nixlBackendError", "nixlNotFoundError", "nixlNotPostedError", "nixlUnknownError")
+_THREADS_PARAM = {
+    "UCX": "num_threads",
+    "OBJ": "num_threads",
+    "LIBFABRIC": "num_threads",
+    "GDS_MT": "thread_count",
+    "UCCL": "num_cpus",
+}
+"""How backends call the size of their pool; the others have none."""
 _STATES = {"PROC": PostState.IN_FLIGHT, "DONE": PostState.DONE, "ERR": PostState.FAILED}
 
 
@@ -204,7 +209,8 @@ class NixlTransport:
             backends: NIXL plugins to use, in order of preference.
             backend_params: initialisation parameters of single backends.
             progress_thread: let NIXL spin a core; not needed, `poll` and `receive` make progress.
-            num_threads: post from a pool of so many threads of the backend; 0 posts in the calling thread.
+            num_threads: backends that have a pool of threads (`_THREADS_PARAM`) post from so many; 0 posts in
+                the calling thread.
             notification_bytes_max: the longest message that `send` accepts.
             retry_bound_seconds: after so long the backend has given up; see `RETRY_BOUND_SECONDS`.
             allow_untested: accept a version of NIXL that kvferry was not tested with.
@@ -221,9 +227,9 @@ class NixlTransport:
         self._agent: Any = api.nixl_agent(name, config)
         self._closed = False
         params = {backend: dict((backend_params or {}).get(backend, {})) for backend in backends}
-        if num_threads:
-            for own in params.values():
-                own.setdefault("num_threads", str(num_threads))
+        for backend, own in params.items():
+            if num_threads and backend in _THREADS_PARAM:
+                own.setdefault(_THREADS_PARAM[backend], str(num_threads))
         _start_backends(self._agent, params)
         self._regions: RegionIndex | None = None
         self._registrations: list[Any] = []
@@ -397,8 +403,8 @@ class NixlTransport:
         ours, theirs = (runs.source, runs.target) if operation == "WRITE" else (runs.target, runs.source)
         if self._regions is None:
             raise UsageError("register memory before posting")
-        local = _descriptors(self._regions, ours, runs.length, self._name)
-        remote = _descriptors(known.regions, theirs, runs.length, peer)
+        local = self._regions.descriptors(ours, runs.length, self._name)
+        remote = known.regions.descriptors(theirs, runs.length, peer)
         what = f"{operation} of {runs.bytes} bytes in {len(runs)} runs, peer {peer}"
         native = None
         try:
@@ -478,18 +484,3 @@ def _start_backends(agent: Any, params: Mapping[str, Mapping[str, str]]) -> None
                 "check its parameters, and UCX_TLS and UCX_NET_DEVICES"
             ) from error
         logger.info("NIXL backend %s started with %s", backend, dict(own))
-
-
-def _descriptors(
-    regions: RegionIndex, address: AddressArray, length: AddressArray, whose: str
-) -> tuple[npt.NDArray[np.uint64], str]:
-    """NIXL's rows (address, bytes, device) of the runs, and the one kind of memory that they lie in."""
-    index = regions.locate(address, length, whose)
-    used = np.unique(index)
-    kinds = {regions.regions[at].kind for at in used.tolist()}
-    if len(kinds) > 1:
-        raise TransportError(
-            f"one transfer cannot mix kinds of memory, {whose} has {sorted(kinds)}; split it"
-        )
-    devices = np.array([region.device for region in regions.regions], dtype=np.uint64)
-    return np.stack([address, length, devices[index]], axis=1), kinds.pop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import msgspec
@@ -83,6 +84,16 @@ class RegionIndex:
                 raise UsageError(f"regions overlap: {before} and {after}")
         self._starts = np.array([region.address for region in self.regions], dtype=np.uint64)
         self._stops = np.array([region.address + region.bytes for region in self.regions], dtype=np.uint64)
+        self._devices = np.array([region.device for region in self.regions], dtype=np.uint64)
+
+    def holding_all(self, address: AddressArray, length: AddressArray) -> Region | None:
+        """The region that all runs lie in, as far as their extremes tell; None: each has to be located."""
+        at = bisect_right(self.regions, int(address.min()), key=lambda region: region.address) - 1
+        if at < 0 or not length.min():
+            return None
+        region = self.regions[at]
+        past = int(address.max()) + int(length.max())
+        return region if past <= region.address + region.bytes else None
 
     def locate(self, address: AddressArray, length: AddressArray, whose: str) -> npt.NDArray[np.int64]:
         """The index in `regions` of the one that holds each run; `whose` is for the message.
@@ -106,6 +117,29 @@ class RegionIndex:
                 f"is not within the memory that {whose} has registered"
             )
         return index
+
+    def descriptors(
+        self, address: AddressArray, length: AddressArray, whose: str
+    ) -> tuple[npt.NDArray[np.uint64], str]:
+        """Rows (address, bytes, device) of the runs, and the one kind of memory that they lie in.
+
+        Raises:
+            TransportError: a run is empty or does not lie whole in one region, or kinds are mixed.
+        """
+        rows = np.empty((len(address), 3), np.uint64)
+        rows[:, 0], rows[:, 1] = address, length
+        region = self.holding_all(address, length)
+        if region is not None:
+            rows[:, 2] = region.device
+            return rows, region.kind
+        index = self.locate(address, length, whose)
+        kinds = {self.regions[at].kind for at in np.unique(index).tolist()}
+        if len(kinds) > 1:
+            raise TransportError(
+                f"one transfer cannot mix kinds of memory, {whose} has {sorted(kinds)}; split it"
+            )
+        rows[:, 2] = self._devices[index]
+        return rows, kinds.pop()
 
 
 def _check_region(region: Region) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvferry.agent.loop import Close
+from kvferry.agent.loop import POSTING_SECONDS, Close
 from kvferry.ids import ConsumerId, TransferId
 from kvferry.layout.spans import to_spans
 from kvferry.protocol.codec import Encoder
@@ -434,6 +434,29 @@ def test_small_transfers_take_turns_with_a_large_one() -> None:
     assert consumer.of(Received)[0].transfer == small
     world.until(lambda: len(consumer.of(Received)) == 2)
     assert_copied(producer, consumer, {n: 20 + n for n in range(40)})
+
+
+def test_long_posts_do_not_keep_the_loop_from_messages_and_commands() -> None:
+    """Where a post takes as long as its bytes, a step ends between two of them, and the next one is due."""
+    world = World(Limits(slice_bytes=1))
+    producer, consumer = pair(world)
+    consumer.do(receive(T1, "r1", source_of(producer, 1), range(20, 28), 8 * BLOCK_TOKENS))
+    world.run(0.05)
+    posted: list[object] = []
+
+    def take_long(post: object) -> None:
+        posted.append(post)
+        world.clock.advance(0.6 * POSTING_SECONDS)
+
+    world.fabric.on_post(take_long)
+    producer.do(*prefill(T1, range(8), 8 * BLOCK_TOKENS))
+    for step in range(1, 4):
+        assert producer.loop.step() == 0.0
+        assert len(posted) == 2 * step
+    world.until(lambda: consumer.of(Received))
+    assert len(posted) == 8
+    assert producer.loop.step() > 0.0, "nothing is left to post"
+    assert_copied(producer, consumer, {n: 20 + n for n in range(8)})
 
 
 def test_close_with_transfers_in_flight_tells_the_peer_and_drains() -> None:

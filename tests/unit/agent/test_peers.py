@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -36,9 +37,9 @@ from kvferry.transport.memory import Traffic
 from tests.support.ranks import BLOCK_TOKENS, TestRank, World, prefill, receive, source_of
 
 
-def pair(world: World) -> tuple[TestRank, TestRank]:
+def pair(world: World, target_order: str = "LBHNC") -> tuple[TestRank, TestRank]:
     [producer] = world.engine("P", 1)
-    [consumer] = world.engine("D", 2)
+    [consumer] = world.engine("D", 2, order=target_order)
     return producer, consumer
 
 
@@ -771,21 +772,50 @@ def test_incarnations_are_those_of_the_same_rank_of_the_same_engine_and_nobody_e
     assert links.other_incarnations(again.peer) == []
 
 
-@pytest.mark.parametrize("limit", ["slice_bytes", "slice_runs"])
-def test_a_slice_is_within_bytes_and_descriptors(limit: str) -> None:
+SCATTERED = [4, 0, 7, 2, 6, 1, 5, 3]
+
+
+def posted_blocks(limits: Limits, sources: Iterable[int], target_order: str = "LBHNC") -> list[int]:
+    """How many blocks each slice of a transfer of eight has, whose targets follow each other."""
+    world = World(limits)
+    producer, consumer = pair(world, target_order)
+    posted: list[int] = []
+    world.fabric.on_post(lambda post: posted.append(post.runs.bytes))
+    consumer.do(receive(transfer(1), "r", source_of(producer, 1), range(20, 28), 8 * BLOCK_TOKENS))
+    producer.do(*prefill(transfer(1), sources, 8 * BLOCK_TOKENS))
+    world.until(lambda: consumer.of(Received))
+    return [count // BLOCK_BYTES for count in posted]
+
+
+BLOCK_BYTES = 3 * 2 * 16 * 8
+BLOCK_RUNS = 3
+
+
+@pytest.mark.parametrize(("blocks", "most"), [(1, 1), (2, 2), (0.5, 1)])
+def test_a_slice_is_within_bytes_and_descriptors(blocks: float, most: int) -> None:
     """A long transfer is cut by whichever limit is met first, and never below one block."""
-    block_bytes, block_runs = 3 * 2 * 16 * 8, 3
-    one = {"slice_bytes": block_bytes, "slice_runs": block_runs}[limit]
-    for blocks, most in ((1, 1), (2, 2), (0.5, 1)):
-        world = World(Limits(**{limit: max(int(one * blocks), 1)}))
-        producer, consumer = pair(world)
-        posted: list[int] = []
-        world.fabric.on_post(lambda post, posted=posted: posted.append(post.runs.bytes))
-        consumer.do(receive(transfer(1), "r", source_of(producer, 1), range(20, 28), 8 * BLOCK_TOKENS))
-        producer.do(*prefill(transfer(1), range(8), 8 * BLOCK_TOKENS))
-        world.until(lambda consumer=consumer: consumer.of(Received))
-        assert max(posted) == most * block_bytes
-        assert sum(posted) == 8 * block_bytes
+    for limits in (
+        Limits(slice_bytes=max(int(BLOCK_BYTES * blocks), 1)),
+        Limits(slice_runs=max(int(BLOCK_RUNS * blocks), 1)),
+    ):
+        posted = posted_blocks(limits, SCATTERED)
+        assert max(posted) == most
+        assert sum(posted) == 8
+
+
+def test_blocks_that_follow_each_other_on_both_sides_are_bound_by_bytes_alone() -> None:
+    """Their descriptors merge. One out of its place, at an end or within, makes the slice short again."""
+    limits = Limits(slice_runs=BLOCK_RUNS, slice_bytes=4 * BLOCK_BYTES)
+    assert max(posted_blocks(limits, range(8))) == 4
+    assert max(posted_blocks(limits, [9, 1, 2, 3, 4, 5, 6, 7])) == 4, "the second slice is in one run"
+    assert max(posted_blocks(limits, [0, 2, 1, 3, 4, 6, 5, 7])) == 1
+    assert max(posted_blocks(limits, SCATTERED)) == 1
+
+
+def test_where_blocks_do_not_merge_being_neighbours_changes_nothing() -> None:
+    """Each layer apart on one side, a block's layers together on the other."""
+    limits = Limits(slice_runs=BLOCK_RUNS, slice_bytes=4 * BLOCK_BYTES)
+    assert max(posted_blocks(limits, range(8), target_order="BLHNC")) == 1
 
 
 def test_what_a_lost_peer_left_unfinished_is_forgotten() -> None:

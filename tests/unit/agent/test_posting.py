@@ -50,9 +50,11 @@ class Native:
 @dataclass
 class Sink:
     ends: list[tuple[int, str, bool | None]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
 
     def handle_slice_done(self, number: int, now: float) -> None:
         self.ends.append((number, "", None))
+        self.times.append(now)
 
     def handle_slice_failed(self, number: int, reason: str, now: float, *, retryable: bool) -> None:
         self.ends.append((number, reason, retryable))
@@ -89,7 +91,7 @@ def test_a_slice_is_released_once_and_after_its_end() -> None:
     """A11: nothing is freed under what still moves."""
     native = Native()
     posts, sink = posts_over(native)
-    assert posts.post(piece(), joint(), 0.0) is None
+    assert posts.post(piece(), joint(), lambda: 0.0) is None
     assert posts.poll(lambda: 1.0) == []
     assert (native.released, sink.ends, posts.peers(), len(posts)) == ([], [], {D}, 1)
     native.state = PostState.DONE
@@ -111,7 +113,7 @@ def test_a_failed_slice_says_whether_to_try_again_and_who_is_gone(error, reason,
     """P46, A25: failed is never done."""
     native = Native()
     posts, sink = posts_over(native)
-    posts.post(piece(), joint(), 0.0)
+    posts.post(piece(), joint(), lambda: 0.0)
     native.state, native.error = PostState.FAILED, error
     assert posts.poll(lambda: 1.0) == lost
     assert sink.ends == [(5, reason, retryable)]
@@ -129,7 +131,7 @@ def test_a_failed_slice_says_whether_to_try_again_and_who_is_gone(error, reason,
 def test_a_refused_slice_has_ended_too(error, reason, retryable) -> None:
     """P03: each planned write has exactly one end, that of a post which never began included."""
     posts, sink = posts_over(Native(refusal=error))
-    assert posts.post(piece(), joint(), 0.0) is (error if isinstance(error, PeerLostError) else None)
+    assert posts.post(piece(), joint(), lambda: 0.0) is (error if isinstance(error, PeerLostError) else None)
     assert sink.ends == [(5, reason, retryable)]
     assert len(posts) == 0
 
@@ -137,8 +139,45 @@ def test_a_refused_slice_has_ended_too(error, reason, retryable) -> None:
 def test_a_block_outside_the_cache_fails_its_slice_alone() -> None:
     """V01, V08: block ids come from peers; a bad one is that transfer's end and not the agent's."""
     posts, sink = posts_over(Native())
-    assert posts.post(piece(source=10**6), joint(), 0.0) is None
+    assert posts.post(piece(source=10**6), joint(), lambda: 0.0) is None
     [(number, reason, retryable)] = sink.ends
     assert (number, retryable) == (5, False)
     assert "block" in reason
     assert len(posts) == 0
+
+
+@dataclass
+class Moving:
+    """A transport whose posts have ended when they return; each has a handle of its own."""
+
+    polled: list[int] = field(default_factory=list)
+    released: list[int] = field(default_factory=list)
+    handles: int = 0
+
+    def write(self, peer: PeerName, runs: object, notify: bytes) -> int:
+        self.handles += 1
+        return self.handles
+
+    def poll(self, handle: int) -> PostState:
+        self.polled.append(handle)
+        return PostState.DONE
+
+    def release(self, handle: int) -> None:
+        self.released.append(handle)
+
+
+def test_a_slice_that_ends_in_its_post_is_told_at_once_with_the_time_of_its_end() -> None:
+    sink = Sink()
+    posts = Posts(Moving(), sink, Stats(), lambda message: b"written")  # type: ignore[arg-type]
+    assert posts.post(piece(), joint(), lambda: 3.0) is None
+    assert sink.times == [3.0]
+    assert (sink.ends, len(posts), posts.peers()) == ([(5, "", None)], 0, set())
+
+
+def test_a_peer_that_is_gone_in_the_post_is_named_at_once() -> None:
+    gone = PeerLostError("gone")
+    native = Native(PostState.FAILED, gone)
+    posts, sink = posts_over(native)
+    assert posts.post(piece(), joint(), lambda: 0.0) is gone
+    assert sink.ends == [(5, "peer_lost: gone", False)]
+    assert (native.released, len(posts)) == ([7], 0)

@@ -54,7 +54,7 @@ class NativeAgent:
         return [arguments for called, arguments in self.calls if called == method]
 
     def get_plugin_list(self) -> list[str]:
-        return ["UCX", "LIBFABRIC"]
+        return ["UCX", "LIBFABRIC", "POSIX"]
 
     def create_backend(self, backend: str, params: dict[str, str]) -> None:
         self._called("create_backend", backend, params)
@@ -160,19 +160,20 @@ def test_the_progress_thread_is_off_unless_asked_for(native):
 def test_backends_and_their_parameters_are_passed_on(native):
     NixlTransport(
         PeerName("we"),
-        backends=["LIBFABRIC", "UCX"],
+        backends=["LIBFABRIC", "UCX", "POSIX"],
         backend_params={"UCX": {"ucx_devices": "x"}},
         num_threads=4,
     )
     assert native[0].named("create_backend") == [
         ("LIBFABRIC", {"num_threads": "4"}),
         ("UCX", {"ucx_devices": "x", "num_threads": "4"}),
+        ("POSIX", {}),
     ]
 
 
 def test_an_unknown_backend_is_refused_with_the_list_of_known_ones(native):
     """O09: the error lists what is available."""
-    with pytest.raises(UsageError, match="'ucx' is unknown; available are LIBFABRIC, UCX"):
+    with pytest.raises(UsageError, match="'ucx' is unknown; available are LIBFABRIC, POSIX, UCX"):
         NixlTransport(PeerName("we"), backends=["ucx"])
     with pytest.raises(UsageError, match="at least one"):
         NixlTransport(PeerName("we"), backends=[])

@@ -111,3 +111,47 @@ def test_unsound_regions_are_refused(regions, problem):
 
 def test_the_same_region_twice_counts_once():
     assert len(RegionIndex([Region(1000, 10), Region(1000, 10)]).regions) == 1
+
+
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=6, unique=True),
+    st.lists(st.tuples(st.integers(0, 70), st.integers(0, 70)), min_size=1, max_size=4),
+)
+def test_a_region_that_is_said_to_hold_all_runs_does(starts, runs):
+    starts = sorted(starts)
+    stops = [*starts[1:], 64]
+    regions = [Region(start, max(1, (stop - start) // 2)) for start, stop in zip(starts, stops, strict=True)]
+    index = RegionIndex(regions)
+    held = index.holding_all(addresses(*(at for at, _ in runs)), addresses(*(size for _, size in runs)))
+    if held is not None:
+        assert all(size > 0 and held.address <= at for at, size in runs)
+        assert all(at + size <= held.address + held.bytes for at, size in runs)
+
+
+def test_one_region_is_found_by_the_extremes_and_several_are_not():
+    index = RegionIndex([Region(1000, 100), Region(2000, 100, device=1)])
+    assert index.holding_all(
+        addresses(2090, 2000),
+        addresses(10, 10),
+    ) == Region(2000, 100, device=1)
+    assert index.holding_all(addresses(1000, 2000), addresses(10, 10)) is None
+    assert index.holding_all(addresses(2090, 2000), addresses(10, 11)) is None
+    assert index.holding_all(addresses(2000, (1 << 64) - 1), addresses(10, 10)) is None
+    assert index.holding_all(addresses(999), addresses(1)) is None
+    assert index.holding_all(addresses(1000), addresses(0)) is None
+    assert RegionIndex([]).holding_all(addresses(1000), addresses(1)) is None
+
+
+@pytest.mark.parametrize("where", [[1000, 1050], [1000, 2000]])
+def test_descriptors_carry_the_device_of_each_run(where):
+    index = RegionIndex([Region(1000, 100), Region(2000, 100, device=1)])
+    rows, kind = index.descriptors(addresses(*where), addresses(10, 20), "we")
+    assert rows.tolist() == [[where[0], 10, 0], [where[1], 20, int(where[1] == 2000)]]
+    assert (rows.dtype, kind) == (np.uint64, "DRAM")
+
+
+def test_descriptors_of_one_kind_only():
+    index = RegionIndex([Region(1000, 100), Region(2000, 100, device=1, kind="VRAM")])
+    assert index.descriptors(addresses(2000), addresses(10), "we")[1] == "VRAM"
+    with pytest.raises(TransportError, match=r"cannot mix kinds of memory, we has \['DRAM', 'VRAM'\]"):
+        index.descriptors(addresses(1000, 2000), addresses(10, 10), "we")
