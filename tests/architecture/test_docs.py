@@ -18,7 +18,7 @@ from types import ModuleType
 import pytest
 
 from kvferry.cli.main import COMMANDS
-from kvferry.connector.settings import KNOWN_KEYS, LIMIT_KEYS, read_settings
+from kvferry.host.settings import KNOWN_KEYS, LIMIT_KEYS, read_settings
 from kvferry.router.errors import Cause
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.server import add_arguments

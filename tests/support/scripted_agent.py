@@ -32,7 +32,8 @@ class ScriptedAgent:
         self.refuse = False
         self.drains = True
         self.drained: list[tuple[TransferId, ...]] = []
-        self.totals: dict[str, int] = {}
+        self.posted = (0, 0)
+        """What `moved` answers."""
         self.closed = 0
         self._results: list[Result] = []
         self._expected: dict[TransferId, int] = {}
@@ -58,9 +59,9 @@ class ScriptedAgent:
         self.drained.append(transfers)
         return self.drains
 
-    def snapshot(self) -> dict[str, int]:
-        """`totals`."""
-        return self.totals
+    def moved(self) -> tuple[int, int]:
+        """Bytes posted, and those of them before their prefill's end."""
+        return self.posted
 
     def close(self, timeout_seconds: float) -> None:
         """Counts."""

@@ -100,6 +100,13 @@ class Agent:
         self._desk.end_drain(number)
         return drained
 
+    def moved(self) -> tuple[int, int]:
+        """Bytes posted, and those of them before their prefill's end, since the start.
+
+        The same object while nothing was posted, so that asking in every step costs next to nothing.
+        """
+        return self._stats.moved
+
     def snapshot(self) -> dict[str, int]:
         """Counters since the start, and gauges, as `Stats` names them."""
         return self._stats.snapshot()

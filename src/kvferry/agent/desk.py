@@ -1,12 +1,13 @@
-"""The desk between an engine's main thread and its agent: two mailboxes and the rules of what goes through.
+"""The desk between an engine's main thread and its agent: a queue each way, and the rules of what goes in.
 
 No thread and no clock of its own: `Agent` puts one between two threads, the simulator between two objects
-on virtual time. The admission rule is what bounds the mailboxes; see `Mailbox`.
+on virtual time. The admission rule is what bounds the queues; see `Mailbox`.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable
 
 from kvferry.agent.loop import Close, Incoming, Loop
@@ -39,7 +40,8 @@ class Desk:
 
     def __init__(self, limits: Limits) -> None:
         self.inbox: Mailbox[Incoming] = Mailbox()
-        self._outbox: Mailbox[Result] = Mailbox()
+        self._outbox: deque[Result] = deque()
+        """Nobody sleeps until something is in it: the engine looks once per step."""
         self._waiting_max = INBOX_SHARE * limits.transfers_max
         self._numbers = itertools.count(_DRAIN_NUMBERS)
         self._drains: dict[int, Callable[[], None]] = {}
@@ -71,7 +73,8 @@ class Desk:
 
     def results(self) -> list[Result]:
         """What has ended since the last call."""
-        return self._outbox.drain() if len(self._outbox) else []
+        outbox = self._outbox
+        return [outbox.popleft() for _ in range(len(outbox))] if outbox else []
 
     @property
     def results_waiting(self) -> int:
@@ -110,7 +113,7 @@ class Desk:
             if done is not None:
                 done()
             return
-        self._outbox.put(result)
+        self._outbox.append(result)
 
     def fail(self, error: BaseException) -> None:
         """The agent could not start or has stopped: nothing new is admitted."""

@@ -1,7 +1,11 @@
-"""The two queues between an engine's main thread and the agent's thread.
+"""The queue from an engine's main thread to the agent's thread.
 
-Neither end waits for the other: `put` appends and wakes, `drain` takes everything. Admission of new
-transfers is what bounds them, since all other commands belong to a transfer that was admitted.
+Neither end waits for the other: `put` appends and rings, `drain` takes everything. Admission of new
+transfers is what bounds it, since all other commands belong to a transfer that was admitted.
+
+The engine's thread must not even wait for a lock that the agent's thread holds: it would give up the
+interpreter for it, and get it back when the agent has done its work. So the bell is a bare lock that is held
+while nothing has arrived; to ring is to release it, which never waits.
 """
 
 from __future__ import annotations
@@ -9,16 +13,16 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+import msgspec
 
 from kvferry.protocol.commands import Command
 
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True, slots=True)
-class Gated:
+class Gated(msgspec.Struct, frozen=True):
     """A command that holds only once `ready` says so: a device event has completed.
 
     Commands of the producer side that follow it wait behind it, so that their order stays.
@@ -33,7 +37,8 @@ class Mailbox(Generic[Item]):
 
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
-        self._arrived = threading.Event()
+        self._bell = threading.Lock()
+        self._bell.acquire()
 
     def __len__(self) -> int:
         return len(self._items)
@@ -41,20 +46,26 @@ class Mailbox(Generic[Item]):
     def put(self, item: Item) -> None:
         """Append and wake the reader. Any thread."""
         self._items.append(item)
-        self._arrived.set()
+        # A bell that rings still was rung for a reader that has not looked yet: it will see this item too.
+        if self._bell.locked():
+            self._ring()
 
     def drain(self) -> list[Item]:
         """Everything that has arrived, in order. The reader's thread."""
-        self._arrived.clear()
-        items = []
-        while self._items:
-            items.append(self._items.popleft())
-        return items
+        self._bell.acquire(blocking=False)
+        return [self._items.popleft() for _ in range(len(self._items))]
 
     def wake(self) -> None:
         """End the reader's sleep without an item."""
-        self._arrived.set()
+        self._ring()
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Sleep until something arrives; False when the time is over first."""
-        return self._arrived.wait(timeout_seconds)
+        """Sleep until something arrives; False when the time is over first. The reader's thread."""
+        return bool(self._items) or self._bell.acquire(timeout=max(timeout_seconds, 0.0))
+
+    def _ring(self) -> None:
+        try:
+            self._bell.release()
+        except RuntimeError:
+            # Another thread has rung it in the meantime.
+            return

@@ -31,6 +31,8 @@ class Stats:
     """Steps that came more than a second late."""
     gauges: dict[str, int] = field(default_factory=dict)
     """States of transfers and receptions, as `producer_<state>` and `consumer_<state>`."""
+    moved: tuple[int, int] = (0, 0)
+    """`bytes_posted` and `bytes_posted_early` of one moment; the same object while they stand still."""
 
     def posted(self, count_bytes: int, descriptors: int, *, early: bool) -> None:
         """A slice was posted."""
@@ -39,12 +41,12 @@ class Stats:
         self.posted_descriptors += descriptors
         if early:
             self.bytes_posted_early += count_bytes
+        self.moved = self.bytes_posted, self.bytes_posted_early
 
     def snapshot(self) -> dict[str, int]:
         """A copy of all counters and gauges."""
         return dict(zip(_COUNTERS, _read_counters(self), strict=True)) | self.gauges
 
 
-# Read in every step of the engine, so all at once and without a loop in Python.
-_COUNTERS = tuple(field.name for field in fields(Stats) if field.name != "gauges")
+_COUNTERS = tuple(field.name for field in fields(Stats) if field.name not in {"gauges", "moved"})
 _read_counters = attrgetter(*_COUNTERS)

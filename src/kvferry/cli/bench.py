@@ -3,6 +3,7 @@
 hooks    what kvferry's hooks cost an engine's main thread, per step and per request; needs vLLM, no GPU
 serve    load one OpenAI-compatible endpoint and report TTFT, TPOT and goodput; needs no vLLM
 compare  kvferry against vLLM's own connectors on emulated engines, with a report; needs vLLM, no GPU
+handover one hand-over from agent to agent, beside raw NIXL; needs NIXL and numpy, no vLLM, no GPU
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvferry.cli import bench_compare, bench_serve
+from kvferry.cli import bench_compare, bench_handover, bench_serve
 from kvferry.errors import UsageError
 
 if TYPE_CHECKING:
@@ -43,6 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--blocks", type=int, default=128, metavar="N", help="blocks per request (default: %(default)s)"
     )
     hooks.add_argument(
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=[64, 1024, 4096],
+        metavar="N",
+        help="blocks of requests that come alone (default: 64 1024 4096)",
+    )
+    hooks.add_argument(
         "--repeats",
         type=int,
         default=30,
@@ -50,7 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="at most, fewer where time is short (default: %(default)s)",
     )
     hooks.add_argument("--json", type=Path, metavar="FILE", help="write all figures there too")
-    for name, module in (("serve", bench_serve), ("compare", bench_compare)):
+    for name, module in (
+        ("serve", bench_serve),
+        ("compare", bench_compare),
+        ("handover", bench_handover),
+    ):
         parser_of_one = commands.add_parser(name, help=module.SUMMARY, description=module.__doc__)
         parser_of_one.set_defaults(measure=module.run)
         module.add_arguments(parser_of_one)
@@ -62,9 +75,11 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def _hooks(namespace: argparse.Namespace) -> int:
-    for name, least in (("requests", 2), ("blocks", 4), ("repeats", 1)):
-        if getattr(namespace, name) < least:
-            raise UsageError(f"--{name} must be at least {least}, not {getattr(namespace, name)}")
+    least = {"requests": 2, "blocks": 4, "repeats": 1}
+    given = [(name, getattr(namespace, name), bound) for name, bound in least.items()]
+    for name, value, bound in (*given, *(("sizes", size, 4) for size in namespace.sizes)):
+        if value < bound:
+            raise UsageError(f"--{name} must be at least {bound}, not {value}")
     if namespace.json is not None and not namespace.json.parent.is_dir():
         raise UsageError(f"--json: there is no directory {namespace.json.parent}; make it first")
     if importlib.util.find_spec("vllm") is None:
@@ -72,12 +87,16 @@ def _hooks(namespace: argparse.Namespace) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from kvferry.connector.hook_costs import Options, measure  # noqa: PLC0415 - needs vLLM
 
-    options = Options(namespace.requests, namespace.blocks, namespace.repeats)
+    options = Options(namespace.requests, namespace.blocks, namespace.repeats, tuple(namespace.sizes))
     report = measure(options, progress=_say)
     if namespace.json is not None:
         namespace.json.write_text(json.dumps({"options": asdict(options), **asdict(report)}, indent=2) + "\n")
-    for lines in (_table("per hook", report.hooks), _table("per step and request", report.figures)):
-        print("\n".join(lines), end="\n\n")
+    for title, figures in (
+        ("per hook, all calls", report.hooks),
+        ("per hook, in an idle step", report.idle_hooks),
+        ("per step and request", report.figures),
+    ):
+        print("\n".join(_table(title, figures)), end="\n\n")
     if report.repeats < options.repeats:
         print(f"time was short: {report.repeats} of {options.repeats} repeats")
     for problem in report.problems:

@@ -10,6 +10,7 @@ import.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import re
@@ -89,9 +90,18 @@ def refusal(message: str, field: str) -> Exception:
 
 def transfer_results(finished: Finished) -> Any:
     """The engine's own value for `finished` (0.31 and later)."""
-    base = importlib.import_module(_BASE)
-    return base.KVConnectorTransferResults(
+    return _transfer_results()(
         finished_sending=finished.sending,
         finished_recving=finished.receiving,
         failed_recving=finished.failed,
     )
+
+
+def no_transfer_results() -> Any:
+    """The same for a step in which nothing has ended: a value of its own, because it is the engine's now."""
+    return _transfer_results()()
+
+
+@functools.cache
+def _transfer_results() -> Any:
+    return importlib.import_module(_BASE).KVConnectorTransferResults

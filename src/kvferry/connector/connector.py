@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from kvferry.connector import compat
-from kvferry.host.scheduler_consumer import single_group
+from kvferry.host.reports import NOTHING
 from kvferry.host.worker import FerryWorker
 
 compat.check_version()
@@ -22,8 +22,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvferry.connector.facts import read_facts
 from kvferry.connector.metadata import FerryMetadata, Handshake, WorkerReport
 from kvferry.connector.scheduler import Directory, FerryScheduler
-from kvferry.connector.settings import Settings, read_settings
 from kvferry.connector.stats import FerryPromMetrics, FerryStats, moved_stats
+from kvferry.host.settings import Settings, read_settings
 
 if TYPE_CHECKING:
     from kvferry.connector.startup import WorkerStart
@@ -79,7 +79,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         """What has happened since the last call."""
         if self._scheduler is not None:
             return self._scheduler.take_stats()
-        return moved_stats(self.worker.take_moved())
+        moved = self.worker.take_moved()
+        return moved_stats(moved) if moved else None
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> None:
@@ -115,7 +116,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def handle_preemptions(self, kv_connector_metadata: FerryMetadata) -> None:
         """Wait, bounded, for writes that read blocks which have been taken away."""
-        self.worker.preempt(kv_connector_metadata.preempt)
+        if kv_connector_metadata.preempt is not None:
+            self.worker.preempt(kv_connector_metadata.preempt)
 
     def bind_connector_metadata(self, connector_metadata: FerryMetadata) -> None:
         """The step begins."""
@@ -133,9 +135,10 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """The forward pass has been launched, or has raised."""
-        if self.has_connector_metadata():
+        orders: FerryMetadata | None = self._connector_metadata
+        if orders is not None and orders.advances:
             # vLLM calls this from a `finally`: while an exception passes, nothing has been computed.
-            self.worker.save(self._get_connector_metadata(), succeeded=sys.exception() is None)
+            self.worker.save(orders, succeeded=sys.exception() is None)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """What has ended on this rank (0.29 and 0.30)."""
@@ -144,7 +147,10 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """What has ended on this rank (0.31 and later)."""
-        return compat.transfer_results(self.worker.collect(finished_req_ids).finished)
+        report = self.worker.collect(finished_req_ids)
+        if report is NOTHING:
+            return compat.no_transfer_results()
+        return compat.transfer_results(report.finished)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks whose KV has not come, of requests that `get_transfer_results` has just named."""
@@ -184,7 +190,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has its blocks."""
         if request.kv_transfer_params:
-            self.scheduler.allocated(request, single_group(blocks), num_external_tokens)
+            self.scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> FerryMetadata:
         """What the workers are told with this step."""

@@ -3,10 +3,12 @@
 A request's cost is that of the hooks that are called for it, plus what the steps with something to tell or to
 hear of it cost beyond an idle step. A step's cost is that of both sides' hooks, since on one GPU both run on
 one thread. Prefill and decode engine share this process, so two agents compete with the measured thread
-where an engine has one: the figures are the upper end.
+where an engine has one: the figures are the upper end. Steps follow each other after a short sleep, where an
+engine's main thread computes and the caches forget: there, the same hooks cost about twice as much.
 
 Limits are on medians of elapsed time. Requests that live and finish together may cost `RATIO_MAX` times as
-much each as one alone; the excess over 1 is for what two medians on a shared machine differ by.
+much each as one alone; the excess over 1 is for what two medians on a shared machine differ by. A request of
+`SIZED_BLOCKS` blocks or fewer may cost `SIZED_MICROSECONDS_MAX`, a larger one in proportion.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +38,8 @@ from kvferry.errors import KvferryError
 
 STEP_MICROSECONDS_MAX = 200.0
 REQUEST_MICROSECONDS_MAX = 300.0
+SIZED_MICROSECONDS_MAX = 500.0
+SIZED_BLOCKS = 1024
 RATIO_MAX = 1.2
 
 CHUNKS = 4
@@ -60,11 +65,15 @@ class BenchError(KvferryError):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How much to measure: at most so many `repeats`, of `requests` that live and finish together."""
+    """How much to measure: at most so many `repeats`, of `requests` that live and finish together.
+
+    `sizes`: the blocks of requests that come alone.
+    """
 
     requests: int = 24
     blocks: int = 128
     repeats: int = 30
+    sizes: tuple[int, ...] = (64, 1024, 4096)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +96,8 @@ class Report:
 
     figures: tuple[Figure, ...]
     hooks: tuple[Figure, ...]
+    idle_hooks: tuple[Figure, ...]
+    """Hook by hook, what an idle step costs."""
     ratios: dict[str, float]
     """Cost per request of many together over that of one alone, of whole lives and of ends."""
     problems: tuple[str, ...]
@@ -101,6 +112,7 @@ class _Side:
     name: str
     engine: Engine
     samples: dict[str, list[Cost]] = field(default_factory=dict)
+    idle_hooks: dict[str, list[Cost]] = field(default_factory=dict)
     idle: Cost = NO_COST
     life: Cost = NO_COST
     """Of the requests under way."""
@@ -112,9 +124,27 @@ class _Side:
         """Charge the hooks since the last step to the requests under way."""
         self.life += self.engine.meter.take()
 
+    def clear(self) -> None:
+        """Forget what has been measured."""
+        self.samples.clear()
+        self.idle_hooks.clear()
+        self.engine.meter.hooks.clear()
+
+    def step_idly(self) -> None:
+        """A step without anything to do, hook by hook."""
+        hooks = self.engine.meter.hooks
+        before = {name: len(costs) for name, costs in hooks.items()}
+        self.add(IDLE, self.engine.step().cost)
+        for name, costs in hooks.items():
+            called = costs[before.get(name, 0) :]
+            if called:
+                self.idle_hooks.setdefault(name, []).extend(called)
+
     def step(self, chunks: Iterable[Chunk] = ()) -> tuple[Cost, set[str], set[str]]:
         """A step; what it costs beyond an idle one is charged if it has to do with a request."""
         step = self.engine.step(chunks)
+        if step.failed:
+            raise BenchError(f"the {self.name} engine has not received what it waited for")
         if step.eventful:
             self.life += step.cost - self.idle
         else:
@@ -127,6 +157,7 @@ WAITING = "step, transfers under way, no event"
 ADVANCE = f"step, {ADVANCING} prefills advance by a chunk"
 LIFE = "request, whole life"
 FINISH = "request, end of prefill"
+SIZED = "request"
 
 
 def measure(
@@ -142,15 +173,14 @@ def measure(
     logging.getLogger("kvferry.agent.directory_server").setLevel(logging.ERROR)
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     progress("starting a prefill and a decode engine's hooks and agents")
-    cache_blocks = 2 * max(options.requests, ADVANCING) * options.blocks + 1
+    cache_blocks = 2 * max(max(options.requests, ADVANCING) * options.blocks, *options.sizes) + 1
     with engine_pair(cache_blocks, make_agent) as engines:
         sides = _Side("prefill", engines[0]), _Side("decode", engines[1])
         bench = _Bench(options, *sides)
         progress("warming up")
         bench.run(WARM_UPS, WARM_UP_SECONDS_MAX)
         for side in sides:
-            side.samples.clear()
-            side.engine.meter.hooks.clear()
+            side.clear()
         # As an engine core does once it has started.
         gc.collect()
         gc.freeze()
@@ -178,6 +208,8 @@ class _Bench:
                 return repeat
             self._idle()
             self._transfer(1)
+            for blocks in self._options.sizes:
+                self._transfer(1, blocks)
             if repeat % ONE_GROUP_IN == 0:
                 progress(f"repeat {repeat + 1} of {repeats}")
                 for count in dict.fromkeys((self._options.requests, ADVANCING)):
@@ -187,20 +219,21 @@ class _Bench:
     def _idle(self) -> None:
         for side in (self._prefill, self._decode):
             for _ in range(IDLE_STEPS_PER_REPEAT):
-                side.add(IDLE, side.engine.step().cost)
+                side.step_idly()
             costs = side.samples[IDLE]
             side.idle = Cost(
                 int(statistics.median(cost.wall for cost in costs)),
                 int(statistics.median(cost.cpu for cost in costs)),
             )
 
-    def _transfer(self, count: int) -> None:
-        """`count` requests from arrival to end, all in step with each other."""
+    def _transfer(self, count: int, sized: int | None = None) -> None:
+        """`count` requests from arrival to end, all in step with each other; `sized`: their blocks."""
         prefill, decode = self._prefill, self._decode
+        blocks = sized or self._options.blocks
         prefill.life = decode.life = NO_COST
         transfers = [secrets.token_hex(16) for _ in range(count)]
-        decoding = self._arrive_at_decode(transfers)
-        prefilling = self._compute(transfers)
+        decoding = self._arrive_at_decode(transfers, blocks)
+        prefilling = self._compute(transfers, blocks)
         finished = NO_COST
         prefill.engine.meter.take()
         for request in prefilling:
@@ -209,7 +242,8 @@ class _Bench:
         prefill.life += finished
         cost, sent, _ = prefill.step()
         finished += cost - prefill.idle
-        prefill.add(_each(FINISH, count), finished // count)
+        if sized is None:
+            prefill.add(_each(FINISH, count), finished // count)
         self._settle(len(sent), count)
         decode.engine.meter.take()
         for request in decoding:
@@ -219,10 +253,10 @@ class _Bench:
         for side in (prefill, decode):
             if not side.engine.is_clean:
                 raise BenchError(f"the {side.name} engine still holds blocks after its requests have ended")
-            side.add(_each(LIFE, count), side.life // count)
+            side.add(_each(LIFE, count) if sized is None else _sized(sized), side.life // count)
 
-    def _arrive_at_decode(self, transfers: Sequence[str]) -> list[Any]:
-        engine, tokens = self._decode.engine, self._options.blocks * BLOCK_TOKENS
+    def _arrive_at_decode(self, transfers: Sequence[str], blocks: int) -> list[Any]:
+        engine, tokens = self._decode.engine, blocks * BLOCK_TOKENS
         requests = [
             engine.request(f"d-{transfer}", tokens, self._coordinates | {"transfer_id": transfer})
             for transfer in transfers
@@ -230,14 +264,14 @@ class _Bench:
         engine.meter.take()
         for request in requests:
             external = engine.arrive(request)
-            engine.allocate(request, self._options.blocks, external)
+            engine.allocate(request, blocks, external)
         self._decode.charge()
         self._decode.step()
         return requests
 
-    def _compute(self, transfers: Sequence[str]) -> list[Any]:
+    def _compute(self, transfers: Sequence[str], size: int) -> list[Any]:
         """Prefill in `CHUNKS` steps."""
-        engine, tokens = self._prefill.engine, self._options.blocks * BLOCK_TOKENS
+        engine, tokens = self._prefill.engine, size * BLOCK_TOKENS
         requests = [
             engine.request(f"p-{transfer}", tokens, {"do_remote_decode": True, "transfer_id": transfer})
             for transfer in transfers
@@ -245,15 +279,15 @@ class _Bench:
         engine.meter.take()
         for request in requests:
             engine.arrive(request)
-        bounds = [self._options.blocks * chunk // CHUNKS for chunk in range(CHUNKS + 1)]
+        bounds = [size * chunk // CHUNKS for chunk in range(CHUNKS + 1)]
         for number in range(CHUNKS):
             first, stop = bounds[number], bounds[number + 1]
             chunks = []
             for request in requests:
                 # vLLM tells the connector of the first allocation only.
                 blocks = engine.allocate(request, stop - first, announced=number == 0)
-                size = (stop - first) * BLOCK_TOKENS
-                chunks.append(Chunk(request, first * BLOCK_TOKENS, size, blocks))
+                computed, scheduled = first * BLOCK_TOKENS, (stop - first) * BLOCK_TOKENS
+                chunks.append(Chunk(request, computed, scheduled, blocks))
             self._prefill.charge()
             cost, _, _ = self._prefill.step(chunks)
             if len(requests) == ADVANCING and number:
@@ -279,15 +313,21 @@ def _each(name: str, count: int) -> str:
     return f"{name}, {count} at once"
 
 
+def _sized(blocks: int) -> str:
+    return f"{SIZED}, {blocks} blocks"
+
+
 def _report(options: Options, sides: Sequence[_Side], repeats: int) -> Report:
+    limits = {
+        _sized(blocks): SIZED_MICROSECONDS_MAX * max(1.0, blocks / SIZED_BLOCKS) for blocks in options.sizes
+    }
     figures = tuple(
-        _figure(side.name, name, costs, _limit(name))
+        _figure(side.name, name, costs, limits.get(name, _limit(name)))
         for side in sides
-        for name, costs in sorted(side.samples.items())
+        for name, costs in sorted(side.samples.items(), key=lambda sample: _natural(sample[0]))
     )
-    hooks = tuple(
-        _figure(side.name, name, costs) for side in sides for name, costs in side.engine.meter.hooks.items()
-    )
+    hooks = _by_hook({side.name: side.engine.meter.hooks for side in sides})
+    idle_hooks = _by_hook({side.name: side.idle_hooks for side in sides})
     medians = {(figure.side, figure.name): figure.median for figure in figures}
     ratios = {
         # On a disturbed machine an idle step may cost more than the one with a request's end.
@@ -295,7 +335,16 @@ def _report(options: Options, sides: Sequence[_Side], repeats: int) -> Report:
         / max(medians[side, _each(name, 1)], LEAST_MICROSECONDS)
         for side, name in (("prefill", LIFE), ("prefill", FINISH), ("decode", LIFE))
     }
-    return Report(figures, hooks, ratios, tuple(_problems(figures, ratios, options)), repeats)
+    return Report(figures, hooks, idle_hooks, ratios, tuple(_problems(figures, ratios, options)), repeats)
+
+
+def _by_hook(sides: Mapping[str, Mapping[str, Sequence[Cost]]]) -> tuple[Figure, ...]:
+    return tuple(_figure(side, name, costs) for side, hooks in sides.items() for name, costs in hooks.items())
+
+
+def _natural(name: str) -> str:
+    """By which smaller numbers come first."""
+    return re.sub(r"\d+", lambda number: number.group().zfill(9), name)
 
 
 def _limit(name: str) -> float:

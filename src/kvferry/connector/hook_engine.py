@@ -34,16 +34,16 @@ from kvferry.connector import compat
 from kvferry.connector.connector import FerryConnector
 from kvferry.connector.launch import make_agent
 from kvferry.connector.metadata import FerryMetadata, Handshake
-from kvferry.connector.settings import Settings, read_settings
+from kvferry.host.settings import Settings, read_settings
 from kvferry.host.worker import FerryWorker
 from kvferry.ids import BlockId, EngineId, Incarnation, Rank
 from kvferry.layout.describe import describe
 from kvferry.layout.spec import CacheSpec, encode_spec
 
 BLOCK_TOKENS = 16
-LAYERS = 16
+LAYERS = 64
 """Attention layers, each of which calls two hooks per step."""
-CONTENT_BYTES = 16
+CONTENT_BYTES = 4
 """Per token and layer; hooks do not see bytes, so there are few."""
 FORWARD_SECONDS = 0.0005
 BYSTANDERS = 16
@@ -99,10 +99,14 @@ class Meter:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a step cost and brought. `eventful`: the connector was told or had to tell something."""
+    """What a step cost and brought. `eventful`: the connector was told or had to tell something.
+
+    `failed`: KV of a request that was to be received has not come.
+    """
 
     cost: Cost
     eventful: bool
+    failed: bool
     sent: set[str]
     received: set[str]
 
@@ -146,7 +150,7 @@ class Engine:
         handshake = Handshake(
             identity.engine, identity.incarnation, 0, 0, metadata=self.agent.start(), cache=encode_spec(spec)
         )
-        self._worker.use(FerryWorker(self.agent, rank=0, block_tokens=BLOCK_TOKENS))
+        self._worker.use(FerryWorker(self.agent, rank=0, block_tokens=BLOCK_TOKENS, moved=self.agent.moved))
         self._scheduler.bind_gpu_block_pool(self._pool)
         self._scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
 
@@ -226,7 +230,8 @@ class Engine:
             self._free_blocks(name)
         told = metadata.senders or metadata.commands or metadata.advances or planned.finished_req_ids
         heard = sent or received or output.invalid_block_ids or output.kv_connector_worker_meta
-        return Step(self.meter.take(), bool(told or heard), sent, received)
+        failed = output.invalid_block_ids or getattr(output, "failed_recving", None)
+        return Step(self.meter.take(), bool(told or heard), bool(failed), sent, received)
 
     def close(self) -> bool:
         """Stop both sides; whether the agent ended in time."""
@@ -249,6 +254,7 @@ class Engine:
                 results.finished_sending,
                 results.finished_recving,
             )
+            output.failed_recving = results.failed_recving
         else:
             output.finished_sending, output.finished_recving = call(worker.get_finished, finished)
         output.invalid_block_ids = call(worker.get_block_ids_with_load_errors)

@@ -11,36 +11,22 @@ from typing import Any
 import torch
 
 from kvferry.agent.agent import Agent
-from kvferry.agent.directory_client import DirectoryClient
 from kvferry.agent.links import Identity
-from kvferry.connector.settings import Settings
+from kvferry.host import agents
 from kvferry.host.devices import recorder_of
-from kvferry.ids import PeerName
+from kvferry.host.settings import Settings
 from kvferry.layout.spec import CacheSpec
-from kvferry.transport.base import Transport
-from kvferry.transport.nixl import NixlTransport
 
 
 def make_agent(identity: Identity, cache: CacheSpec, settings: Settings) -> Agent:
     """An agent over NIXL that reads other engines' directories; not started yet."""
 
-    def make_transport(name: PeerName) -> Transport:
-        # Called on the agent's thread, and a new thread starts on the first device, whatever the rank's is.
+    def choose_device() -> None:
+        # A new thread starts on the first device, whatever the rank's is.
         if cache.regions[0].kind == "VRAM":
             torch.cuda.set_device(cache.regions[0].device)
-        return NixlTransport(
-            name,
-            backends=settings.backends,
-            progress_thread=settings.progress_thread,
-            retry_bound_seconds=settings.retry_bound_seconds,
-            allow_untested=settings.allow_untested_nixl,
-            num_threads=settings.num_threads,
-        )
 
-    resolver = DirectoryClient(
-        secret=settings.side_channel_secret, deadline_seconds=settings.limits.handshake_seconds
-    )
-    return Agent(identity, cache, make_transport, settings.limits, resolver)
+    return agents.make_agent(identity, cache, settings, choose_device)
 
 
 def recorder(tensor: Any) -> Callable[[], Callable[[], bool]] | None:

@@ -24,6 +24,22 @@ from kvferry.ids import EngineId, Incarnation
 class FerryMetadata(StepOrders, KVConnectorMetadata):
     """One step's orders for the workers."""
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the ranks have nothing to do for it."""
+        return not (self.senders or self.commands or self.advances or self.preempt)
+
+
+class _NoOrders(FerryMetadata):
+    """Of most steps. Between processes it travels as a name."""
+
+    def __reduce__(self) -> str:
+        return "NO_ORDERS"
+
+
+NO_ORDERS = _NoOrders()
+"""What a step without orders carries: one value for all of them, which nobody changes."""
+
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from kvferry.connector import stats
-from kvferry.connector.metadata import FerryMetadata, Handshake, WorkerReport
-from kvferry.connector.settings import Settings
+from kvferry.connector.metadata import NO_ORDERS, FerryMetadata, Handshake, WorkerReport
 from kvferry.connector.stats import FerryStats
 from kvferry.errors import HandoffError
 from kvferry.handoff import DecodeParams, PrefillParams, SourceParams
@@ -19,11 +18,20 @@ from kvferry.host.orders import Scheduled
 from kvferry.host.outcomes import Outcomes
 from kvferry.host.pins import BlockPool, Pins
 from kvferry.host.requests import EngineRequest, is_probe, is_release, read_params
-from kvferry.host.scheduler_consumer import SchedulerConsumer
+from kvferry.host.scheduler_consumer import SchedulerConsumer, single_group
 from kvferry.host.scheduler_producer import SchedulerProducer
+from kvferry.host.settings import Settings
 from kvferry.host.starvation import Starvation
 
 logger = logging.getLogger(__name__)
+
+_GAUGES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (stats.IN_FLIGHT, ("sending",)),
+    (stats.IN_FLIGHT, ("held",)),
+    (stats.IN_FLIGHT, ("receiving",)),
+    (stats.QUARANTINED, ()),
+    (stats.READY, ()),
+)
 
 
 class Directory(Protocol):
@@ -66,7 +74,10 @@ class FerryScheduler:
         self._source: SourceParams | None = None
         self._pins = Pins()
         self._stats = FerryStats()
-        self._gauges: dict[tuple[str, ...], float] = {}
+        self._gauges: tuple[int | None, ...] = (None,) * len(_GAUGES)
+        """Their values of the last report."""
+        self._stirred = True
+        """Whether something has happened since the last report that may have changed a statistic."""
         self._outcomes = Outcomes(facts, self._stats)
         self._probes: set[RequestId] = set()
         self.producer = SchedulerProducer(facts, self._pins)
@@ -103,6 +114,7 @@ class FerryScheduler:
         """A new request. Params that cannot be honoured are counted, and the request runs locally."""
         if not request.kv_transfer_params:
             return
+        self._stirred = True
         try:
             self._admit(request)
         except HandoffError as error:
@@ -139,24 +151,33 @@ class FerryScheduler:
         wanted = self.consumer.wanted_tokens(request, local_tokens)
         return wanted, bool(wanted)
 
-    def allocated(self, request: EngineRequest, blocks: list[int], external_tokens: int) -> None:
-        """vLLM's `update_state_after_alloc`, with the blocks of the one group."""
-        if not self.consumer.allocated(request, blocks, external_tokens):
+    def allocated(self, request: EngineRequest, blocks: Any, external_tokens: int) -> None:
+        """vLLM's `update_state_after_alloc`; its blocks are read for a request whose KV shall come."""
+        if not self.consumer.is_waiting(request.request_id):
+            return
+        self._stirred = True
+        target = single_group(blocks) if external_tokens > 0 else []
+        if not self.consumer.allocated(request, target, external_tokens):
             self._outcomes.skipped("prefix_hit")
 
     def plan(self, step: Any) -> FerryMetadata:
         """vLLM's `build_connector_meta`."""
         # An engine that is not a consumer waits for its consumers, and nobody waits for it.
-        stuck = self.consumer.wants_to_run and not step.total_num_scheduled_tokens
-        if self._starvation.is_due(self._clock(), stuck=stuck) and not self.consumer.relinquish():
+        if step.total_num_scheduled_tokens or not self.consumer.wants_to_run:
+            self._starvation.is_over()
+        elif self._starvation.is_due(self._clock(), stuck=True) and not self.consumer.relinquish():
             self.producer.reclaim()
+        if not (self.consumer.has_commands or self.producer.has_orders):
+            return NO_ORDERS
         metadata = FerryMetadata(commands=self.consumer.take_commands())
-        scheduled = _scheduled(step, self.producer.is_ours)
+        computes_ours = self.producer.has_any_of(step.num_scheduled_tokens.keys())
+        scheduled = _scheduled(step, self.producer.is_ours) if computes_ours else ()
         self.producer.plan(scheduled, step.preempted_req_ids or (), metadata)
-        return metadata
+        return NO_ORDERS if metadata.is_empty else metadata
 
     def finish(self, request: EngineRequest) -> tuple[bool, dict[str, Any] | None]:
         """vLLM's `request_finished_all_groups`: whether to keep the blocks, and the answer's params."""
+        self._stirred = True
         name = request.request_id
         if name in self._probes:
             self._probes.discard(name)
@@ -179,6 +200,9 @@ class FerryScheduler:
     def results(self, output: Any) -> None:
         """vLLM's `update_connector_output`: what all ranks have reported for one step."""
         report = output.kv_connector_worker_meta
+        if not (report or output.finished_recving or output.finished_sending):
+            return
+        self._stirred = True
         if isinstance(report, WorkerReport):
             # Before the engine frees anything that the same step reports as ended.
             for event in report.events:
@@ -206,24 +230,30 @@ class FerryScheduler:
 
     def take_stats(self) -> FerryStats | None:
         """What has changed since the last call."""
-        for key, value in self._current_gauges().items():
-            if self._gauges.get(key) != value:
-                self._gauges[key] = value
-                self._stats.gauge(key[0], value, labels=key[1:])
+        if not self._stirred:
+            return None
+        self._stirred = False
+        values = self._current_gauges()
+        for (name, labels), value, before in zip(_GAUGES, values, self._gauges, strict=True):
+            if value != before:
+                self._stats.gauge(name, value, labels)
+        self._gauges = values
         if self._stats.is_empty():
             return None
         taken = FerryStats(self._stats.data)
         self._stats.reset()
         return taken
 
-    def _current_gauges(self) -> dict[tuple[str, ...], float]:
-        return {
-            (stats.IN_FLIGHT, "sending"): len(self.producer) - self.producer.held_count,
-            (stats.IN_FLIGHT, "held"): self.producer.held_count,
-            (stats.IN_FLIGHT, "receiving"): self.consumer.receiving_count,
-            (stats.QUARANTINED,): self.producer.quarantined_blocks + self.consumer.quarantined_blocks,
-            (stats.READY,): int(self.consumer.ready),
-        }
+    def _current_gauges(self) -> tuple[int, ...]:
+        """In the order of `_GAUGES`."""
+        held = self.producer.held_count
+        return (
+            len(self.producer) - held,
+            held,
+            self.consumer.receiving_count,
+            self.producer.quarantined_blocks + self.consumer.quarantined_blocks,
+            int(self.consumer.ready),
+        )
 
     def close(self) -> None:
         """Stop the directory. Idempotent."""
@@ -244,7 +274,7 @@ def _scheduled(step: Any, is_ours: Callable[[RequestId], bool]) -> Iterator[Sche
         name = new.req_id
         if is_ours(name):
             stop = new.num_computed_tokens + counts[name]
-            yield Scheduled(name, stop, list(new.block_ids[0]), replaced=True)
+            yield Scheduled(name, stop, new.block_ids[0], replaced=True)
     cached = step.scheduled_cached_reqs
     for index, name in enumerate(cached.req_ids):
         if is_ours(name):
@@ -252,6 +282,6 @@ def _scheduled(step: Any, is_ours: Callable[[RequestId], bool]) -> Iterator[Sche
             yield Scheduled(
                 name,
                 cached.num_computed_tokens[index] + counts[name],
-                list(blocks[0]) if blocks else [],
+                blocks[0] if blocks else [],
                 replaced=name in cached.resumed_req_ids,
             )

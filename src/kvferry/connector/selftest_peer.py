@@ -20,8 +20,8 @@ from kvferry.agent.agent import Agent
 from kvferry.agent.links import Identity
 from kvferry.connector.launch import make_agent
 from kvferry.connector.selftest_memory import BLOCK_TOKENS, UNTOUCHED, Memory, compare_target, settle
-from kvferry.connector.settings import read_settings
 from kvferry.errors import KvferryError
+from kvferry.host.settings import read_settings
 from kvferry.ids import BlockId, ConsumerId, EngineId, Incarnation, Rank, TransferId
 from kvferry.layout.spans import to_spans
 from kvferry.protocol.commands import Receive, Received, ReceiveFailed, Source

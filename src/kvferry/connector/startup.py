@@ -20,8 +20,8 @@ from kvferry.connector.caches import Model, Tensor, describe_caches
 from kvferry.connector.facts import only_spec
 from kvferry.connector.launch import make_agent, recorder
 from kvferry.connector.metadata import Handshake
-from kvferry.connector.settings import Settings
 from kvferry.host.facts import EngineFacts
+from kvferry.host.settings import Settings
 from kvferry.host.worker import FerryWorker
 from kvferry.ids import Incarnation, Rank, peer_name
 from kvferry.layout.spec import encode_spec
@@ -84,6 +84,7 @@ class WorkerStart:
             drain_seconds=settings.drain_seconds,
             can_start_over=compat.can_fail_receives(),
             record=recorder(next(iter(tensors.values()))),
+            moved=agent.moved,
         )
         if settings.corrupt_block is not None:
             logger.warning(

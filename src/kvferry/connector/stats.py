@@ -49,6 +49,7 @@ _HELP = {
     READY: "1 while quarantine leaves enough of the cache to admit remote KV.",
 }
 _SEPARATOR = "\x1f"
+_MOVED_KEYS = {name: _SEPARATOR.join((name, "push")) for name in (BYTES, BYTES_EARLY)}
 
 
 class FerryStats(KVConnectorStats):
@@ -96,7 +97,7 @@ class FerryStats(KVConnectorStats):
 
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
-        return not any(self.data[kind] for kind in (COUNTERS, OBSERVATIONS, GAUGES))
+        return not (self.data[COUNTERS] or self.data[OBSERVATIONS] or self.data[GAUGES])
 
 
 class FerryPromMetrics(KVConnectorPromMetrics):
@@ -148,10 +149,8 @@ def moved_stats(moved: Mapping[str, int]) -> FerryStats | None:
     """A rank's statistics, made of the bytes that it has moved; None when it has moved none."""
     if not moved:
         return None
-    stats = FerryStats()
-    for name, amount in moved.items():
-        stats.count(name, amount, labels=("push",))
-    return stats
+    counters = {_MOVED_KEYS[name]: amount for name, amount in moved.items()}
+    return FerryStats({COUNTERS: counters, OBSERVATIONS: {}, GAUGES: {}})
 
 
 def _entries(data: dict[str, Any]) -> Iterator[tuple[str, list[str], Any]]:

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvferry.host.events import RequestId
 from kvferry.ids import BlockId, TransferId
 from kvferry.protocol.commands import Advance, Command, Preempt
 
 
-@dataclass(frozen=True, slots=True)
-class Sender:
+class Sender(msgspec.Struct, frozen=True):
     """A prefill request of this engine: the request behind an `Expect`."""
 
     transfer: TransferId
     request: RequestId
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
+class Scheduled(msgspec.Struct, frozen=True):
     """What a step does to one request: it computes up to token `stop`.
 
     `blocks` are appended to its block table, or replace all of it when `replaced`.

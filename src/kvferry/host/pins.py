@@ -33,37 +33,39 @@ class Pins:
 
     def __init__(self) -> None:
         self._pool: BlockPool | None = None
-        self._blocks: dict[Hashable, list[BlockId]] = {}
+        self._held: dict[Hashable, list[Any]] = {}
+        """The pool's own blocks, so that nobody looks them up again to give them back."""
 
     def bind(self, pool: BlockPool) -> None:
         """Use the engine's pool from now on. Called once, before the first request."""
         self._pool = pool
 
-    def add(self, owner: Hashable, blocks: Iterable[BlockId]) -> None:
+    def add(self, owner: Hashable, blocks: Sequence[BlockId]) -> None:
         """Hold these blocks for `owner` too."""
-        new = list(blocks)
-        if not new:
+        if not blocks:
             return
-        self._blocks.setdefault(owner, []).extend(new)
+        held: Sequence[Any] = blocks
         if self._pool is not None:
-            self._pool.touch(list(map(self._pool.blocks.__getitem__, new)))
+            held = list(map(self._pool.blocks.__getitem__, blocks))
+            self._pool.touch(held)
+        self._held.setdefault(owner, []).extend(held)
 
     def drop(self, owner: Hashable) -> None:
         """Give the owner's blocks back; unknown owners are ignored."""
-        blocks = self._blocks.pop(owner, None)
-        if blocks and self._pool is not None:
+        held = self._held.pop(owner, None)
+        if held and self._pool is not None:
             # The tail first: a prefix is worth keeping longer.
-            self._pool.free_blocks(list(map(self._pool.blocks.__getitem__, reversed(blocks))))
+            self._pool.free_blocks(held[::-1])
 
     def move(self, owner: Hashable, new_owner: Hashable) -> None:
         """Name another owner of `owner`'s blocks."""
-        blocks = self._blocks.pop(owner, None)
-        if blocks:
-            self._blocks.setdefault(new_owner, []).extend(blocks)
+        held = self._held.pop(owner, None)
+        if held:
+            self._held.setdefault(new_owner, []).extend(held)
 
     def count(self, owner: Hashable) -> int:
         """Blocks held for `owner`."""
-        return len(self._blocks.get(owner, ()))
+        return len(self._held.get(owner, ()))
 
     def __len__(self) -> int:
-        return sum(len(blocks) for blocks in self._blocks.values())
+        return sum(len(held) for held in self._held.values())

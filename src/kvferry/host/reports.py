@@ -24,3 +24,7 @@ class Reported:
     finished: Finished = field(default_factory=Finished)
     bad_blocks: set[BlockId] = field(default_factory=set)
     events: list[Event] = field(default_factory=list)
+
+
+NOTHING = Reported()
+"""What most steps come to: one value for all of them, which nobody changes."""

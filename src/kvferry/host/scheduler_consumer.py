@@ -94,6 +94,11 @@ class SchedulerConsumer:
             return None
         return request.num_prompt_tokens - local_tokens
 
+    def is_waiting(self, request: RequestId) -> bool:
+        """Whether `allocated` would change anything for a request."""
+        receiving = self._requests.get(request)
+        return receiving is not None and receiving.state is _State.WAITING
+
     def allocated(self, request: EngineRequest, blocks: list[BlockId], external_tokens: int) -> bool:
         """The engine has given the request its blocks; False when nothing is needed from the producer."""
         receiving = self._requests.get(request.request_id)
@@ -182,6 +187,11 @@ class SchedulerConsumer:
         self._commands += [Relinquish(one.transfer, one.consumer) for one in receiving]
         return bool(receiving)
 
+    @property
+    def has_commands(self) -> bool:
+        """Whether `take_commands` would bring any."""
+        return bool(self._commands)
+
     def take_commands(self) -> list[Command]:
         """The commands since the last call."""
         commands, self._commands = self._commands, []
@@ -214,4 +224,5 @@ class SchedulerConsumer:
 
 def single_group(blocks: Any) -> list[BlockId]:
     """The block ids of vLLM's `KVCacheBlocks` of a cache with one group."""
-    return list(blocks.get_block_ids()[0])
+    ids: list[BlockId] = blocks.get_block_ids()[0]
+    return ids

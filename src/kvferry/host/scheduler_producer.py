@@ -12,7 +12,7 @@ status, and each rank reports `finished_sending` exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, KeysView
 from dataclasses import dataclass, field
 
 from kvferry.handoff import PrefillParams, paired_by_request_id
@@ -88,6 +88,15 @@ class SchedulerProducer:
     def is_ours(self, request: RequestId) -> bool:
         """Whether a request hands its KV over; all others need not be named to `plan`."""
         return request in self._requests
+
+    def has_any_of(self, requests: KeysView[RequestId]) -> bool:
+        """Whether some of these hand their KV over."""
+        return not self._requests.keys().isdisjoint(requests)
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether `plan` may have something to tell the ranks: while it has no request it has not."""
+        return bool(self._requests or self._commands or self._senders)
 
     def plan(
         self, scheduled: Iterable[Scheduled], preempted: Iterable[RequestId], orders: StepOrders
@@ -234,7 +243,9 @@ class SchedulerProducer:
             return None
         first = sending.blocks_published
         wanted = self._facts.blocks(frontier) - first
-        blocks, sending.fresh = sending.fresh[:wanted], sending.fresh[wanted:]
+        blocks, sending.fresh = sending.fresh, []
+        if len(blocks) > wanted:
+            blocks, sending.fresh = blocks[:wanted], blocks[wanted:]
         sending.frontier = frontier
         sending.blocks_published = first + len(blocks)
         sending.published = True

@@ -17,6 +17,10 @@ class Starvation:
     limit_seconds: float
     _since: float | None = None
 
+    def is_over(self) -> None:
+        """The engine computes something, or nobody asks it to; `is_due` need not be asked then."""
+        self._since = None
+
     def is_due(self, now: float, *, stuck: bool) -> bool:
         """Whether it is time to give something up; asked once per step, and again a limit later."""
         if not stuck:

@@ -1,23 +1,24 @@
 """One rank's side of its engine's transfers, on the thread that also launches the model.
 
 Nothing here touches the transport. Commands go into the agent's mailbox, results come out of it, and the
-work per step is in proportion to what has changed. The order within a step: `preempt`, `begin`, the forward
-pass, `save`, `collect` (`save` may come after `collect` under speculative decoding).
+work per step is in proportion to what has changed: a step that changes nothing makes no report and takes no
+lock. The order within a step: `preempt`, `begin`, the forward pass, `save`, `collect` (`save` may come after
+`collect` under speculative decoding).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterable
+from typing import Protocol
 
 import msgspec
 
 from kvferry.host.events import Event, PreemptAnswer, RankIndex, RequestId
 from kvferry.host.metrics import BYTES, BYTES_EARLY
 from kvferry.host.orders import StepOrders
-from kvferry.host.reports import Reported
+from kvferry.host.reports import NOTHING, Reported
 from kvferry.host.worker_consumer import WorkerConsumer
 from kvferry.host.worker_producer import WorkerProducer
 from kvferry.ids import BlockId, TransferId, redacted
@@ -43,7 +44,10 @@ from kvferry.protocol.commands import (
 
 logger = logging.getLogger(__name__)
 
-_MOVED = (("bytes_posted", BYTES), ("bytes_posted_early", BYTES_EARLY))
+_MOVED = (BYTES, BYTES_EARLY)
+_NOT_MOVED = (0, 0)
+UNSAID_STEPS_MAX = 64
+"""How many steps bytes that have moved may wait to be told with the end of a transfer."""
 Clock = Callable[[], float]
 Damage = Callable[[BlockId], None]
 Ready = Callable[[], bool]
@@ -69,10 +73,6 @@ class AgentFace(Protocol):
         """Wait until no write reads the transfers' blocks; False when that took too long."""
         ...
 
-    def snapshot(self) -> Mapping[str, Any]:
-        """Statistics since the start."""
-        ...
-
     def close(self, timeout_seconds: float) -> object:
         """Stop. Idempotent."""
         ...
@@ -91,11 +91,14 @@ class FerryWorker:
         drain_seconds: float = 1.0,
         can_start_over: bool = True,
         record: Record | None = None,
+        moved: Callable[[], tuple[int, int]] = lambda: _NOT_MOVED,
         clock: Clock = time.monotonic,
     ) -> None:
         """`ratio`: blocks of the cache description per block of the engine.
 
         `record` is None where the forward pass has ended when its hooks run; elsewhere it marks its end.
+        `moved`: bytes that the agent has posted since its start, and those of them before the end of their
+        prefill; the same object while nothing has been posted.
         """
         self._agent = agent
         self._rank = rank
@@ -110,7 +113,12 @@ class FerryWorker:
         self._opened: set[RequestId] = set()
         """Requests whose destinations this step has opened."""
         self._out = Reported()
-        self._totals: dict[str, int] = {}
+        self._moved = moved
+        self._seen_moved = _NOT_MOVED
+        self._unsaid_steps = 0
+        """Steps since bytes that nobody has been told of were first seen."""
+        self._has_news = False
+        """Whether this step's `collect` had something to report."""
         self._damage: tuple[int, Damage] | None = None
 
     def damage_block(self, index: int, damage: Damage) -> None:
@@ -130,12 +138,14 @@ class FerryWorker:
 
     def begin(self, orders: StepOrders) -> None:
         """The step begins: submit its commands, before the forward pass."""
+        if self._opened:
+            self._opened.clear()
         for sender in orders.senders:
             self._producer.start(sender)
-        now = self._clock()
-        self._opened.clear()
-        for command in orders.commands:
-            self._command(command, now)
+        if orders.commands:
+            now = self._clock()
+            for command in orders.commands:
+                self._command(command, now)
 
     def save(self, orders: StepOrders, *, succeeded: bool) -> None:
         """The forward pass has been launched, or has raised: then what it computed does not exist."""
@@ -152,17 +162,23 @@ class FerryWorker:
             if not self._producer.is_refused(advance.transfer):
                 self._agent.submit(self._in_kernel_blocks(advance), ready)
 
-    def collect(self, finished: Iterable[RequestId]) -> Reported:
-        """Take what has come: the reports of this step. `finished`: requests that the engine has ended."""
+    def collect(self, finished: Collection[RequestId]) -> Reported:
+        """Take what has come: the reports of this step, `NOTHING` when there are none.
+
+        `finished`: requests that the engine has ended.
+        """
+        results = self._agent.results()
+        self._has_news = bool(results or finished or self._refused or self._out.events)
+        if not self._has_news:
+            return NOTHING
         out, self._out = self._out, Reported()
         now = self._clock()
-        finished = list(finished)
         self._producer.finish(finished)
         # A name that ended and was used again at once is both finished and new in one step.
         self._consumer.withdraw(name for name in finished if name not in self._opened)
         candidates = [transfer for name in finished if (transfer := self._producer.transfer_of(name))]
         refused, self._refused = self._refused, []
-        for result in (*refused, *self._agent.results()):
+        for result in (*refused, *results):
             self._result(result, now, out, candidates)
         out.finished.sending.update(self._producer.take_released(candidates))
         self._out = Reported(bad_blocks=out.bad_blocks, events=out.events)
@@ -170,24 +186,32 @@ class FerryWorker:
 
     def take_bad_blocks(self) -> set[BlockId]:
         """Blocks whose load has failed, of the same step as `collect`."""
-        bad, self._out.bad_blocks = self._out.bad_blocks, set()
+        bad = self._out.bad_blocks
+        self._out.bad_blocks = set()
         return bad
 
     def take_events(self) -> list[Event]:
         """The events of the same step as `collect`."""
-        events, self._out.events = self._out.events, []
+        events = self._out.events
+        self._out.events = []
         return events
 
     def take_moved(self) -> dict[str, int]:
-        """By how much the agent's counters of bytes have grown since the last call; none that stood still."""
-        snapshot = self._agent.snapshot()
-        moved = {}
-        for key, name in _MOVED:
-            total, before = int(snapshot.get(key, 0)), self._totals.get(key, 0)
-            if total > before:
-                moved[name] = total - before
-                self._totals[key] = total
-        return moved
+        """By how much the agent's counters of bytes have grown since they were told; none that stood still.
+
+        Told in steps that have other news, or after `UNSAID_STEPS_MAX`: what follows from a report in every
+        step that has posted a slice would cost the engine more than the slice does.
+        """
+        totals, seen = self._moved(), self._seen_moved
+        if totals is seen:
+            return {}
+        self._unsaid_steps += 1
+        if not self._has_news and self._unsaid_steps < UNSAID_STEPS_MAX:
+            return {}
+        self._unsaid_steps = 0
+        self._seen_moved = totals
+        grown = (total - before for total, before in zip(totals, seen, strict=True))
+        return {name: amount for name, amount in zip(_MOVED, grown, strict=True) if amount}
 
     @property
     def has_refused(self) -> bool:
@@ -225,9 +249,10 @@ class FerryWorker:
     def _receive(self, command: Receive, now: float) -> None:
         self._consumer.open(command, now)
         self._opened.add(RequestId(command.consumer))
-        if not self._agent.submit(
-            msgspec.structs.replace(command, groups=self._kernel_groups(command.groups))
-        ):
+        target = command
+        if self._ratio != 1:
+            target = msgspec.structs.replace(command, groups=self._kernel_groups(command.groups))
+        if not self._agent.submit(target):
             # Its announcement may have been taken; nobody shall wait for what it announced.
             self._agent.submit(
                 Withdraw(command.transfer, command.consumer, command.source, reasons.TABLE_FULL)

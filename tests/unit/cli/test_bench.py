@@ -26,7 +26,8 @@ def plant(monkeypatch: pytest.MonkeyPatch, problems: tuple[str, ...] = (), repea
             ("request, whole life, 24 at once", 90.0),
         )
     )
-    report = Report(figures, (figure("prefill", "wait_for_save", 1.0),), {}, problems, repeats)
+    hooks, idle = figure("prefill", "wait_for_save", 1.0), figure("decode", "wait_for_save", 0.25)
+    report = Report(figures, (hooks,), (idle,), {}, problems, repeats)
     monkeypatch.setattr(hook_costs, "measure", lambda options, progress: report)
 
 
@@ -35,6 +36,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, problems: tuple[str, ...] = (), repea
     [
         (["--requests", "1"], "--requests must be at least 2, not 1"),
         (["--blocks", "3"], "--blocks must be at least 4, not 3"),
+        (["--sizes", "64", "3"], "--sizes must be at least 4, not 3"),
         (["--repeats", "0"], "--repeats must be at least 1, not 0"),
         (["--json", "/nowhere/hooks.json"], "--json: there is no directory /nowhere; make it first"),
     ],
@@ -55,6 +57,16 @@ def test_within_limits_the_last_line_has_the_figures(
     assert capsys.readouterr().out.splitlines()[-1] == f"hooks within limits: prefill {side}; decode {side}"
 
 
+def test_an_idle_steps_hooks_stand_in_a_table_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant(monkeypatch)
+    assert cli.main(["bench", "hooks"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    title = next(place for place, line in enumerate(lines) if "per hook, in an idle step, us" in line)
+    assert lines[title + 1].split()[:3] == ["decode", "wait_for_save", "0.2"]
+
+
 def test_a_limit_that_does_not_hold_is_said_and_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,6 +83,12 @@ def test_the_file_holds_options_figures_and_hooks(tmp_path: Path, monkeypatch: p
     file = tmp_path / "hooks.json"
     assert cli.main(["bench", "hooks", "--blocks", "64", "--json", str(file)]) == 0
     written = json.loads(file.read_text())
-    assert written["options"] == {"requests": 24, "blocks": 64, "repeats": 30}
+    assert written["options"] == {
+        "requests": 24,
+        "blocks": 64,
+        "repeats": 30,
+        "sizes": [64, 1024, 4096],
+    }
     assert written["hooks"][0]["name"] == "wait_for_save"
+    assert (written["idle_hooks"][0]["side"], written["idle_hooks"][0]["median"]) == ("decode", 0.25)
     assert {row["side"] for row in written["figures"]} == {"prefill", "decode"}

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import time
 from itertools import pairwise
-from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
 
-from kvferry.agent.agent import Agent
-from kvferry.agent.directory_client import DirectoryClient
 from kvferry.connector import hook_costs
 from kvferry.connector.connector import FerryConnector
 from kvferry.connector.hook_costs import BenchError, Options, Report, measure
-from kvferry.connector.hook_engine import NO_COST, Cost, MakeAgent, Meter, engine_pair
-from kvferry.transport.memory import MemoryFabric, MemoryTransport
+from kvferry.connector.hook_engine import NO_COST, Cost, Meter, engine_pair
+from kvferry.host.worker import FerryWorker
+from tests.support.memory_agents import agents_in_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SMALL = Options(requests=3, blocks=8, repeats=1)
+    from kvferry.host.orders import StepOrders
+
+SMALL = Options(requests=3, blocks=8, repeats=1, sizes=(4, 12))
 IDLE_STEPS = 2
 WORKER_HOOKS = (
     "handle_preemptions",
@@ -36,14 +36,6 @@ REQUEST_HOOKS = (
     "update_state_after_alloc",
     "request_finished_all_groups",
 )
-
-
-def agents_in_memory() -> MakeAgent:
-    """Real agents that share a fabric in memory."""
-    fabric = MemoryFabric(random=Random(0), clock=time.monotonic)
-    return lambda identity, cache, settings: Agent(
-        identity, cache, lambda peer: MemoryTransport(fabric, peer), settings.limits, DirectoryClient()
-    )
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +63,7 @@ def count_of(report: Report, side: str, name: str) -> int:
 
 
 def test_a_repeat_calls_every_hook_for_every_request_and_step(report: Report) -> None:
-    requests = 1 + SMALL.requests + hook_costs.ADVANCING
+    requests = 1 + len(SMALL.sizes) + SMALL.requests + hook_costs.ADVANCING
     for side in ("prefill", "decode"):
         assert [count_of(report, side, name) for name in REQUEST_HOOKS] == [requests] * len(REQUEST_HOOKS)
         steps = {count_of(report, side, name) for name in (*WORKER_HOOKS, *SCHEDULER_HOOKS)}
@@ -85,6 +77,7 @@ def test_what_is_promised_has_a_figure_with_its_limit(report: Report) -> None:
         assert limits[side, "step, idle"] == 200
         for together in (1, SMALL.requests):
             assert limits[side, f"request, whole life, {together} at once"] == 300
+        assert limits[side, "request, 12 blocks"] == 500
     assert limits["prefill", "step, 16 prefills advance by a chunk"] == 200
     assert set(report.ratios) == {
         "prefill, request, whole life",
@@ -94,15 +87,47 @@ def test_what_is_promised_has_a_figure_with_its_limit(report: Report) -> None:
     assert report.repeats == 1
 
 
+def test_an_idle_step_is_told_hook_by_hook_and_a_request_by_its_size(report: Report) -> None:
+    for side in ("prefill", "decode"):
+        idle = {figure.name: figure for figure in report.idle_hooks if figure.side == side}
+        assert set(idle) >= {*WORKER_HOOKS, *SCHEDULER_HOOKS}
+        assert not set(idle) & set(REQUEST_HOOKS)
+        assert {figure.count for figure in idle.values()} == {IDLE_STEPS}
+        names = [figure.name for figure in report.figures if figure.side == side]
+        assert [name for name in names if name.endswith("blocks")] == [
+            "request, 4 blocks",
+            "request, 12 blocks",
+        ]
+        assert count_of(report, side, "request, 4 blocks") == 1
+
+
+@pytest.mark.usefixtures("short")
+def test_hooks_of_requests_before_are_not_an_idle_steps() -> None:
+    report = measure(Options(requests=2, blocks=8, repeats=2, sizes=(4,)), make_agent=agents_in_memory())
+    idle = [figure for figure in report.idle_hooks if figure.side == "decode"]
+    assert {figure.count for figure in idle} == {2 * IDLE_STEPS}
+    assert not {figure.name for figure in idle} & set(REQUEST_HOOKS)
+
+
+def test_a_larger_request_may_cost_more_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hook_costs, "SIZED_BLOCKS", 8)
+    monkeypatch.setattr(hook_costs, "WARM_UPS", 1)
+    report = measure(SMALL, make_agent=agents_in_memory())
+    limits = {figure.name: figure.limit for figure in report.figures if figure.side == "decode"}
+    assert (limits["request, 4 blocks"], limits["request, 12 blocks"]) == (500, 750)
+
+
 @pytest.mark.usefixtures("short")
 def test_each_limit_that_does_not_hold_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for constant in ("STEP_MICROSECONDS_MAX", "REQUEST_MICROSECONDS_MAX", "RATIO_MAX"):
+    names = ("STEP_MICROSECONDS_MAX", "REQUEST_MICROSECONDS_MAX", "SIZED_MICROSECONDS_MAX", "RATIO_MAX")
+    for constant in names:
         monkeypatch.setattr(hook_costs, constant, float("-inf"))
     problems = "\n".join(measure(SMALL, make_agent=agents_in_memory()).problems)
     for side in ("prefill", "decode"):
         assert f"{side}, step, idle: " in problems
         assert f"{side}, request, whole life, 1 at once: " in problems
         assert f"{side}, request, whole life, 3 at once: " in problems
+        assert f"{side}, request, 12 blocks: " in problems
         assert f"{side}, request, whole life: 3 at once cost " in problems
     assert "prefill, step, 16 prefills advance by a chunk: " in problems
     assert "prefill, request, end of prefill: 3 at once cost " in problems
@@ -124,6 +149,20 @@ def test_no_repeat_begins_once_time_is_up(monkeypatch: pytest.MonkeyPatch) -> No
     report = measure(Options(requests=2, blocks=4, repeats=1000), said.append, agents_in_memory())
     assert report.repeats == 1
     assert said[-1] == "repeat 1 of 1000"
+
+
+@pytest.mark.usefixtures("short")
+def test_a_transfer_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: only a prefill's first chunk is published, so that the rest never comes."""
+    save = FerryWorker.save
+
+    def save_first(worker: FerryWorker, orders: StepOrders, *, succeeded: bool) -> None:
+        if orders.senders:
+            save(worker, orders, succeeded=succeeded)
+
+    monkeypatch.setattr(FerryWorker, "save", save_first)
+    with pytest.raises(BenchError, match="decode engine has not received"):
+        measure(SMALL, make_agent=agents_in_memory())
 
 
 @pytest.mark.usefixtures("short")

@@ -387,6 +387,26 @@ def test_an_engine_that_computes_is_not_stuck(engine_of):
     assert not [command for command in engine.agent.take() if isinstance(command, Relinquish)]
 
 
+def test_a_step_that_computes_starts_the_wait_of_a_stuck_engine_anew(engine_of):
+    engine = engine_of(blocks=21, extra=(("waiting_blocks_share", 0.3), ("starved_seconds", 5.0)))
+    now = [100.0]
+    engine.side._clock = lambda: now[0]
+    for name in ("a", "b"):
+        engine.add(name, 100, SOURCE | {"transfer_id": f"transfer-{name}"})
+    for _ in range(4):
+        engine.step()
+        now[0] += 1.0
+    engine.add("local", 20, None)
+    engine.step()
+    engine.agent.take()
+    for _ in range(5):
+        engine.step()
+        now[0] += 1.0
+    assert engine.agent.take() == []
+    engine.step()
+    assert engine.agent.take() == [Relinquish("transfer-a", "a")]
+
+
 @starts_over
 def test_quarantine_past_its_share_admits_no_more(engine_of):
     engine = waiting_engine(engine_of, prompt=70, extra=(("quarantine_share", 0.05),))

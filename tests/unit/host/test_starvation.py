@@ -38,6 +38,14 @@ def test_one_step_of_work_starts_the_wait_anew(free_at: int) -> None:
     assert found[0] == free_at + 11
 
 
+def test_an_engine_that_has_computed_something_starts_the_wait_anew() -> None:
+    starvation = Starvation(10.0)
+    assert not starvation.is_due(0.0, stuck=True)
+    starvation.is_over()
+    assert not starvation.is_due(10.0, stuck=True)
+    assert starvation.is_due(20.0, stuck=True)
+
+
 def test_a_request_that_is_computed_here_wants_to_run_as_one_does_that_waits_for_memory() -> None:
     """G07, P27: one whose KV has come, or has failed, may stand first in the queue and lack blocks."""
     consumer = SchedulerConsumer(FACTS, Pins(), waiting_blocks_share=0.5, quarantine_share=0.5)

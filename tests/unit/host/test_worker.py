@@ -7,7 +7,8 @@ import pytest
 from kvferry.host.events import Ended, PreemptAnswer
 from kvferry.host.metrics import BYTES, BYTES_EARLY
 from kvferry.host.orders import Sender, StepOrders
-from kvferry.host.worker import FerryWorker
+from kvferry.host.reports import NOTHING
+from kvferry.host.worker import UNSAID_STEPS_MAX, FerryWorker
 from kvferry.protocol.commands import (
     Advance,
     AnnounceCommand,
@@ -233,12 +234,35 @@ def test_hand_over_and_write_times_are_measured(agent):
 
 
 def test_statistics_are_what_has_been_added(agent):
-    worker = worker_of(agent)
-    agent.totals = {"bytes_posted": 100, "bytes_posted_early": 60}
+    worker = worker_of(agent, moved=agent.moved)
+    agent.posted = 100, 60
+    worker.collect(("ended",))
     assert worker.take_moved() == {BYTES: 100, BYTES_EARLY: 60}
     assert worker.take_moved() == {}
-    agent.totals = {"bytes_posted": 150, "bytes_posted_early": 60}
+    agent.posted = 150, 60
     assert worker.take_moved() == {BYTES: 50}
+
+
+def test_bytes_are_told_with_other_news_or_after_a_number_of_steps(agent):
+    """A report in every step that has posted a slice would cost the engine more than the slice does."""
+    worker = worker_of(agent, moved=agent.moved)
+    told = []
+    for number in range(2 * UNSAID_STEPS_MAX):
+        agent.posted = number + 1, 0
+        worker.collect(())
+        told.append(worker.take_moved())
+    assert [number for number, moved in enumerate(told) if moved] == [
+        UNSAID_STEPS_MAX - 1,
+        2 * UNSAID_STEPS_MAX - 1,
+    ]
+    assert sum(moved.get(BYTES, 0) for moved in told) == 2 * UNSAID_STEPS_MAX
+    prefill(worker, ADVANCE)
+    agent.posted = 1000, 0
+    worker.collect(())
+    assert worker.take_moved() == {}
+    agent.say(Released("t", "written"))
+    worker.collect(())
+    assert worker.take_moved() == {BYTES: 1000 - 2 * UNSAID_STEPS_MAX}
 
 
 def test_the_test_hook_damages_the_block_of_that_index_before_it_is_published(agent):
@@ -247,6 +271,37 @@ def test_the_test_hook_damages_the_block_of_that_index_before_it_is_published(ag
     worker.damage_block(5, lambda block: damaged.append((block, len(agent.commands))))
     prefill(worker, ADVANCE, Advance("t", 120, 4, (((9, 1), (30, 3)),)))
     assert damaged == [(30, 2)]
+
+
+def test_a_step_without_news_brings_the_one_empty_report_and_asks_for_no_time(agent):
+    def clock():
+        raise AssertionError("a step without news has no use for the time")
+
+    worker = worker_of(agent, clock=clock, moved=agent.moved)
+    assert step(worker, StepOrders()) is NOTHING
+    assert worker.take_bad_blocks() == set()
+    assert worker.take_events() == []
+    assert worker.take_moved() == {}
+    assert agent.commands == []
+    worker.take_bad_blocks().add(7)
+    worker.take_events().append("not ours")
+    assert step(worker, StepOrders()) is NOTHING
+    assert (worker.take_bad_blocks(), worker.take_events()) == (set(), [])
+
+
+def test_an_answer_to_a_preemption_is_news_by_itself(agent):
+    worker = worker_of(agent)
+    prefill(worker, ADVANCE)
+    report = step(worker, StepOrders(preempt=Preempt(("t",), 3)))
+    assert report is not NOTHING
+    assert worker.take_events() == [PreemptAnswer(0, 3, drained=True)]
+    assert step(worker, StepOrders()) is NOTHING
+
+
+def test_a_refused_receive_is_news_by_itself(agent):
+    agent.refuse = True
+    worker = worker_of(agent)
+    assert step(worker, StepOrders(commands=[RECEIVE])).finished.receiving == {"r"}
 
 
 def test_closing_closes_the_agent(agent):

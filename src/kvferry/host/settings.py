@@ -47,7 +47,7 @@ class _Keys(msgspec.Struct, frozen=True, kw_only=True):
     transfer_mode: Literal["push", "pull"] = "push"
     allowed_modes: tuple[Literal["push", "pull"], ...] | None = None
     backends: tuple[str, ...] = ("UCX",)
-    num_threads: int = 0
+    num_threads: int = 4
     progress_thread: bool = False
     retry_bound_seconds: float = 30.0
     allow_untested_nixl: bool = False

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.connector.settings import read_settings
 from kvferry.errors import UsageError
+from kvferry.host.settings import read_settings
 
 
 def test_defaults_bind_loopback_and_push():
