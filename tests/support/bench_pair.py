@@ -59,6 +59,8 @@ class JournalingEngine(StubEngine):
                 "hook": "get_finished",
                 "count": 10 * self._served,
                 "seconds": 0.002 * self._served,
+                "idle_count": 9 * self._served,
+                "idle_seconds": 0.0005 * self._served,
             },
             {"kind": "step", "intended_seconds": 0.005, "actual_seconds": 0.006},
             {"kind": "verified", "pages": 64 * self._served, "mismatches": self.mismatches},
@@ -85,6 +87,10 @@ class StubPair:
         """A tenth of a second more each time that it is asked."""
         self._asked += 1
         return dict.fromkeys(self.engines, 0.1 * self._asked)
+
+    def thread_seconds(self) -> dict[str, float]:
+        """A fiftieth of a second more each time that `cpu_seconds` is asked."""
+        return dict.fromkeys(self.engines, 0.02 * self._asked)
 
     def check(self) -> None:
         """Raise what ended an engine."""

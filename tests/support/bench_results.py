@@ -45,6 +45,8 @@ class World:
     )
     """At 16k tokens; shorter prompts take their share."""
     tpot: Mapping[str, float] = field(default_factory=lambda: {"vllm-pull": 0.0066, BASELINE: 0.0056})
+    tells_idle_calls: bool = False
+    """Whether the engines tell calls of hooks that had nothing to do from the others."""
     hooks: Mapping[str, float] = field(default_factory=lambda: {"vllm-push": 0.008, "vllm-pull": 0.014})
     idle: Mapping[str, float] = field(default_factory=lambda: {"vllm-push": 1.0, "vllm-pull": 1.0})
     early: float = 0.9
@@ -121,6 +123,17 @@ class World:
             cpu_seconds=seconds / 2,
             max_seconds=0.1,
         )
+        builds = HookCost(
+            side="scheduler",
+            hook="build_connector_meta",
+            count=32 * count,
+            seconds=32e-6 * count,
+            cpu_seconds=16e-6 * count,
+            max_seconds=0.001,
+            idle_count=32 * count,
+            idle_seconds=32e-6 * count,
+            idle_cpu_seconds=16e-6 * count,
+        )
         late = StepCost(count=100, modelled=0.0055, mean=0.0003, p50=0.0002, p95=0.0007, p99=0.002, max=0.01)
         counters = {}
         if name == "ferry-push" and side == "prefill":
@@ -130,7 +143,7 @@ class World:
             }
         return EngineCost(
             cpu_seconds=1.5,
-            hooks=() if name == BASELINE else (hook,),
+            hooks=() if name == BASELINE else (hook, builds) if self.tells_idle_calls else (hook,),
             steps=late,
             pages=0 if side == "prefill" else 1000,
             mismatches=self.mismatches if side == "decode" and name == "ferry-push" else 0,
@@ -148,6 +161,7 @@ class World:
                 startup_seconds=12.0,
                 idle_seconds=3.0,
                 idle_cpu_seconds=dict.fromkeys(sides, 3 * idle),
+                idle_thread_seconds=dict.fromkeys(sides, 1.5 * idle),
             )
             for cell in session.cells:
                 yield self.run(session.connector, session.repeat, cell, made)

@@ -25,7 +25,7 @@ from kvferry.bench.plan import (
 )
 from kvferry.bench.prompts import token_prompts
 from kvferry.bench.records import Load
-from kvferry.bench.results import CellRun, Results, SessionRun
+from kvferry.bench.results import CellRun, Results, SessionRun, Side
 from kvferry.bench.statistics import seed_of
 from kvferry.bench.stream import LegError
 from kvferry.bench.watch import Pair, Watch
@@ -152,7 +152,7 @@ class _Measured:
             self.audience.doing(f"{name}: warming up")
             await self._warm_up(http, dispatch)
             self.audience.doing(f"{name}: idle")
-            idle_cpu_seconds = await self._idle()
+            idle_cpu_seconds, idle_thread_seconds = await self._idle()
             watch = Watch(self.pair, http)
             verified = [mark.verified for mark in (await watch.mark()).values()]
             self.results.append(
@@ -162,6 +162,7 @@ class _Measured:
                     startup_seconds=round(startup_seconds, 3),
                     idle_seconds=IDLE_SECONDS,
                     idle_cpu_seconds=idle_cpu_seconds,
+                    idle_thread_seconds=idle_thread_seconds,
                     pages=sum(one.pages for one in verified),
                     mismatches=sum(one.mismatches for one in verified),
                 )
@@ -196,12 +197,16 @@ class _Measured:
                 if load.failures:
                     raise LegError(f"the engines do not work: {load.failures[0].error}")
 
-    async def _idle(self) -> dict[str, float]:
+    async def _idle(self) -> tuple[dict[Side, float], dict[Side, float]]:
         await asyncio.sleep(SETTLE_SECONDS)
-        before = self.pair.cpu_seconds()
+        before = self.pair.cpu_seconds(), self.pair.thread_seconds()
         await asyncio.sleep(IDLE_SECONDS)
-        after = self.pair.cpu_seconds()
-        return {side: round(after[side] - before[side], 4) for side in before}
+        after = self.pair.cpu_seconds(), self.pair.thread_seconds()
+        whole, threads = (
+            {side: round(later[side] - sooner[side], 4) for side in sooner}
+            for sooner, later in zip(before, after, strict=True)
+        )
+        return whole, threads
 
     async def _cell(
         self, http: aiohttp.ClientSession, dispatch: Dispatch, watch: Watch, cell: Cell

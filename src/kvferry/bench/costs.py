@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 
 import numpy as np
 
@@ -10,6 +11,8 @@ from kvferry.bench.connectors import CONNECTORS
 from kvferry.bench.grid import Cell
 from kvferry.bench.results import CellRun, EngineCost, HookCost, SessionRun, Side, StepCost
 
+STEP_HOOK = "build_connector_meta"
+"""vLLM calls it once per step, on whichever connector."""
 SIDES: tuple[Side, ...] = ("prefill", "decode")
 EARLY_BYTES = "kvferry_bytes_before_prefill_end_total"
 BYTES = "kvferry_transfer_bytes_total"
@@ -29,11 +32,27 @@ class Costs:
 
         `cpu` counts what the thread has computed, without what it has waited, for a core among others.
         """
-        runs = self._runs_of(connector, cell)
-        requests = sum(len(run.load.records) - len(run.load.failures) for run in runs)
-        hooks = [hook for cost in self._costs(runs, side) for hook in cost.hooks]
-        seconds = sum(hook.cpu_seconds if cpu else hook.seconds for hook in hooks)
-        return seconds / requests if hooks and requests else None
+        return self._per_request(connector, cell, side, attrgetter("cpu_seconds" if cpu else "seconds"))
+
+    def busy_hooks_per_request(
+        self, connector: str, cell: Cell, side: Side, *, cpu: bool = False
+    ) -> float | None:
+        """The same without calls that had nothing to do for any request."""
+        return self._per_request(
+            connector, cell, side, attrgetter("busy_cpu_seconds" if cpu else "busy_seconds")
+        )
+
+    def hooks_per_idle_step(self, connector: str, cell: Cell, side: Side) -> float | None:
+        """Main-thread seconds of the hooks of a step in which none of them has anything to do.
+
+        Such a step calls each hook as often as a step does on average, for as long as its idle calls took.
+        """
+        hooks = self.hook_costs(connector, cell, side)
+        steps = sum(hook.count for hook in hooks if hook.hook == STEP_HOOK)
+        idle = [hook for hook in hooks if hook.idle_count]
+        if not steps or not idle:
+            return None
+        return sum(hook.idle_seconds / hook.idle_count * hook.count / steps for hook in idle)
 
     def hook_costs(self, connector: str, cell: Cell, side: Side) -> list[HookCost]:
         """Each hook's cost over all repeats."""
@@ -80,6 +99,23 @@ class Costs:
         ]
         return float(np.median(shares)) if shares else None
 
+    def idle_thread_share(self, connector: str, side: Side) -> float | None:
+        """Cores that kvferry's own threads keep busy in an idle engine: the median of its sessions."""
+        shares = [
+            run.idle_thread_seconds[side] / run.idle_seconds
+            for run in self._sessions
+            if run.connector == connector and side in run.idle_thread_seconds
+        ]
+        return float(np.median(shares)) if shares else None
+
+    def _per_request(
+        self, connector: str, cell: Cell, side: Side, seconds: Callable[[HookCost], float]
+    ) -> float | None:
+        runs = self._runs_of(connector, cell)
+        requests = sum(len(run.load.records) - len(run.load.failures) for run in runs)
+        hooks = [hook for cost in self._costs(runs, side) for hook in cost.hooks]
+        return sum(map(seconds, hooks)) / requests if hooks and requests else None
+
     @staticmethod
     def _costs(runs: Iterable[CellRun], side: Side) -> list[EngineCost]:
         return [run.engines[side] for run in runs if side in run.engines]
@@ -93,4 +129,7 @@ def _joined(one: HookCost, other: HookCost) -> HookCost:
         seconds=one.seconds + other.seconds,
         cpu_seconds=one.cpu_seconds + other.cpu_seconds,
         max_seconds=max(one.max_seconds, other.max_seconds),
+        idle_count=one.idle_count + other.idle_count,
+        idle_seconds=one.idle_seconds + other.idle_seconds,
+        idle_cpu_seconds=one.idle_cpu_seconds + other.idle_cpu_seconds,
     )

@@ -11,6 +11,7 @@ from kvferry.bench.connectors import BASELINE, CONNECTORS
 from kvferry.bench.costs import SIDES
 from kvferry.bench.grid import Cell
 from kvferry.bench.phases import PHASES
+from kvferry.bench.results import HookCost
 from kvferry.bench.tables import Row
 from kvferry.bench.targets import Target
 
@@ -28,6 +29,8 @@ td.text { white-space: normal; } .scroll { overflow-x: auto; }
 .met { color: #18633c; font-weight: 600; } .missed { color: #a61b1b; font-weight: 600; }
 .open { color: #52606d; } summary { cursor: pointer; margin: .6rem 0; }
 """
+SHOWN_SECONDS_MIN = 5e-6
+"""Hooks that take less per request are not shown."""
 _CLASSES = {"met": "met", "missed": "missed", "not measured": "open"}
 
 
@@ -58,7 +61,13 @@ def page(
         _section("Hand-over", _HANDOVER, _picture(pictures, "handover")),
         _section("Where the time to first token goes", _phase_words(), _picture(pictures, "phases")),
         _section("Posted before prefill ended", _HIDDEN, _hidden(comparison), _transfers(comparison)),
-        _section("What it costs the engines", _COSTS, _picture(pictures, "costs"), _hooks(comparison)),
+        _section(
+            "What it costs the engines",
+            _COSTS,
+            _picture(pictures, "costs"),
+            _hooks(comparison),
+            _costliest_hooks(comparison),
+        ),
         _section("All figures", "Milliseconds.", _all_figures(rows)),
         _section("How it was run", "", _options(comparison)),
     ]
@@ -80,8 +89,9 @@ _HIDDEN = (
     "request has ended, so theirs is none."
 )
 _COSTS = (
-    "Hooks run on an engine's main thread; calls in steps that move nothing are included. A step is "
-    "late by what it took longer than its modelled time, the device's wait for it included."
+    "Hooks run on an engine's main thread. In the picture, calls in steps that move nothing are included; "
+    "the table tells them from calls that have to do with a request. A step is late by what it took longer "
+    "than its modelled time, the device's wait for it included."
 )
 
 
@@ -157,23 +167,55 @@ def _transfers(comparison: Comparison) -> str:
 
 
 def _hooks(comparison: Comparison) -> str:
+    """Per connector and engine: what its hooks cost for a request, and what in a step that has none."""
+    cell, costs = longest_quiet_cell(comparison), comparison.costs
+    rows = []
+    for name in comparison.connectors:
+        for side in SIDES:
+            busy = costs.busy_hooks_per_request(name, cell, side)
+            if busy is None:
+                continue
+            computing = costs.busy_hooks_per_request(name, cell, side, cpu=True) or 0.0
+            idle = costs.hooks_per_idle_step(name, cell, side)
+            every = costs.hooks_per_request(name, cell, side) or 0.0
+            row = [CONNECTORS[name].label, side, f"{busy * 1000:.3f}", f"{computing * 1000:.3f}"]
+            rows.append([*row, "" if idle is None else f"{idle * 1e6:.1f}", f"{every * 1000:.3f}"])
+    if not rows:
+        return ""
+    head = ["connector", "engine", "ms per request", "computing", "us per idle step", "with idle calls, ms"]
+    return f"<p>Hooks at {escape(cell.name)}:</p>{_table(head, rows)}"
+
+
+def _costliest_hooks(comparison: Comparison) -> str:
     cell = longest_quiet_cell(comparison)
     rows = []
     for name in comparison.connectors:
         requests = sum(len(run.load.records) for run in comparison.runs_of(name, cell))
         for side in SIDES:
-            for hook in comparison.costs.hook_costs(name, cell, side)[:4]:
-                per_request = hook.seconds / requests * 1000
-                if per_request >= 0.005:
-                    calls, one = hook.count / requests, hook.seconds / hook.count * 1e6
-                    label = f"{hook.side}.{hook.hook}"
-                    computing = hook.cpu_seconds / requests * 1000
-                    row = [CONNECTORS[name].label, side, label, f"{per_request:.3f}", f"{computing:.3f}"]
-                    rows.append([*row, f"{calls:.1f}", f"{one:.1f}"])
+            costliest = comparison.costs.hook_costs(name, cell, side)[:4]
+            rows += [
+                [CONNECTORS[name].label, side, *_hook(hook, requests)]
+                for hook in costliest
+                if hook.seconds / requests >= SHOWN_SECONDS_MIN
+            ]
     if not rows:
         return ""
-    head = ["connector", "engine", "hook", "ms per request", "computing", "calls", "us per call"]
+    head = ["connector", "engine", "hook", "ms per request", "computing"]
+    head += ["calls", "us per call", "idle calls", "us per idle call"]
     return f"<details><summary>The costliest hooks at {cell.name}</summary>{_table(head, rows)}</details>"
+
+
+def _hook(hook: HookCost, requests: int) -> list[str]:
+    """Its calls that had to do with a request, then those that had not."""
+    return [
+        f"{hook.side}.{hook.hook}",
+        f"{hook.busy_seconds / requests * 1000:.3f}",
+        f"{hook.busy_cpu_seconds / requests * 1000:.3f}",
+        f"{hook.busy_count / requests:.1f}",
+        f"{hook.busy_seconds / hook.busy_count * 1e6:.1f}" if hook.busy_count else "",
+        f"{hook.idle_count / requests:.1f}",
+        f"{hook.idle_seconds / hook.idle_count * 1e6:.1f}" if hook.idle_count else "",
+    ]
 
 
 def longest_quiet_cell(comparison: Comparison) -> Cell:

@@ -27,7 +27,10 @@ Side = str
 
 
 class HookCost(msgspec.Struct, frozen=True, kw_only=True):
-    """What one hook has cost the main thread during a cell."""
+    """What one hook has cost the main thread during a cell.
+
+    `idle_*` is the part of the calls in which it had nothing to do for any request.
+    """
 
     side: str
     hook: str
@@ -35,6 +38,24 @@ class HookCost(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     cpu_seconds: float
     max_seconds: float
+    idle_count: int = 0
+    idle_seconds: float = 0.0
+    idle_cpu_seconds: float = 0.0
+
+    @property
+    def busy_count(self) -> int:
+        """Calls that had to do with a request."""
+        return self.count - self.idle_count
+
+    @property
+    def busy_seconds(self) -> float:
+        """Their time."""
+        return max(self.seconds - self.idle_seconds, 0.0)
+
+    @property
+    def busy_cpu_seconds(self) -> float:
+        """Their CPU time."""
+        return max(self.cpu_seconds - self.idle_cpu_seconds, 0.0)
 
 
 class StepCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +108,8 @@ class SessionRun(msgspec.Struct, frozen=True, kw_only=True, tag="session"):
     startup_seconds: float
     idle_seconds: float
     idle_cpu_seconds: dict[Side, float]
+    idle_thread_seconds: dict[Side, float] = {}
+    """CPU time of kvferry's own threads; the rest is vLLM's."""
     pages: int = 0
     """Compared while the engines warmed up."""
     mismatches: int = 0

@@ -115,15 +115,18 @@ def _quantiles(comparison: Comparison, name: str, cell: Cell, metric: str) -> Ro
 
 
 def _side(comparison: Comparison, name: str, cell: Cell, side: str) -> Row:
-    hooks, steps = (
-        comparison.costs.hooks_per_request(name, cell, side),
-        comparison.costs.steps(name, cell, side),
-    )
-    hooks_cpu = comparison.costs.hooks_per_request(name, cell, side, cpu=True)
-    cpu = comparison.costs.cpu_share(name, cell, side)
+    costs = comparison.costs
+    steps, cpu = costs.steps(name, cell, side), costs.cpu_share(name, cell, side)
+    idle_step = costs.hooks_per_idle_step(name, cell, side)
+    hooks = {
+        "hooks_ms_per_request": costs.hooks_per_request(name, cell, side),
+        "hooks_cpu_ms_per_request": costs.hooks_per_request(name, cell, side, cpu=True),
+        "busy_hooks_ms_per_request": costs.busy_hooks_per_request(name, cell, side),
+        "busy_hooks_cpu_ms_per_request": costs.busy_hooks_per_request(name, cell, side, cpu=True),
+    }
     return {
-        f"{side}_hooks_ms_per_request": None if hooks is None else _ms(hooks),
-        f"{side}_hooks_cpu_ms_per_request": None if hooks_cpu is None else _ms(hooks_cpu),
+        **{f"{side}_{what}": None if seconds is None else _ms(seconds) for what, seconds in hooks.items()},
+        f"{side}_hooks_us_per_idle_step": None if idle_step is None else round(idle_step * 1e6, 2),
         f"{side}_steps_late_p50_ms": None if steps is None else _ms(steps.p50),
         f"{side}_steps_late_p95_ms": None if steps is None else _ms(steps.p95),
         f"{side}_busy_cores": None if cpu is None else round(cpu, 3),

@@ -50,7 +50,10 @@ class RequestTimes(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
 
 
 class HookTimes(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="hook"):
-    """What a connector's hook has cost the engine's main thread since the start."""
+    """What a connector's hook has cost the engine's main thread since the start.
+
+    `idle_*` is the part of the calls in which it had nothing to do for any request.
+    """
 
     side: str
     hook: str
@@ -58,6 +61,9 @@ class HookTimes(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
     seconds: float
     cpu_seconds: float = 0.0
     max_seconds: float = 0.0
+    idle_count: int = 0
+    idle_seconds: float = 0.0
+    idle_cpu_seconds: float = 0.0
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="step"):

@@ -39,6 +39,10 @@ class Pair(Protocol):
         """CPU time of each engine's processes so far."""
         ...
 
+    def thread_seconds(self) -> dict[Side, float]:
+        """CPU time of kvferry's own threads in them so far."""
+        ...
+
     def check(self) -> None:
         """Raise what ended an engine, if one has ended."""
         ...
@@ -158,18 +162,18 @@ def step_cost(steps: Sequence[StepTimes]) -> StepCost | None:
 def _hook_costs(
     now: Mapping[tuple[str, str], HookTimes], before: Mapping[tuple[str, str], HookTimes]
 ) -> Iterable[HookCost]:
-    for key, times in sorted(now.items()):
-        earlier = before.get(key)
-        count = times.count - (earlier.count if earlier else 0)
-        if count:
-            seconds = times.seconds - (earlier.seconds if earlier else 0.0)
-            cpu_seconds = times.cpu_seconds - (earlier.cpu_seconds if earlier else 0.0)
+    for (side, hook), times in sorted(now.items()):
+        earlier = before.get((side, hook)) or HookTimes(side=side, hook=hook, count=0, seconds=0.0)
+        if times.count > earlier.count:
             yield HookCost(
-                side=times.side,
-                hook=times.hook,
-                count=count,
-                seconds=round(seconds, 6),
-                cpu_seconds=round(cpu_seconds, 6),
+                side=side,
+                hook=hook,
+                count=times.count - earlier.count,
+                seconds=round(times.seconds - earlier.seconds, 6),
+                cpu_seconds=round(times.cpu_seconds - earlier.cpu_seconds, 6),
                 # The largest since the engine's start; one cell's own is not known.
                 max_seconds=round(times.max_seconds, 6),
+                idle_count=times.idle_count - earlier.idle_count,
+                idle_seconds=round(times.idle_seconds - earlier.idle_seconds, 6),
+                idle_cpu_seconds=round(times.idle_cpu_seconds - earlier.idle_cpu_seconds, 6),
             )

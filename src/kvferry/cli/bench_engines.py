@@ -18,6 +18,8 @@ from kvferry.cli.processes import ServerProcess, ServerSpec
 
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _TICKS = os.sysconf("SC_CLK_TCK")
+THREADS = ("kvferry-transf", "kvferry-direct", "kvferry-resolv", "kvferry-probe")
+"""How the names of kvferry's own threads begin, as Linux cuts them; the emulator's are not among them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,10 @@ class EmulatedPair:
     def cpu_seconds(self) -> dict[Side, float]:
         """CPU time of each engine's processes so far; those that have ended are no longer counted."""
         return {side: cpu_seconds(self._fleet[side]) for side in self.urls}
+
+    def thread_seconds(self) -> dict[Side, float]:
+        """CPU time of kvferry's own threads in each engine's processes so far."""
+        return {side: thread_seconds(self._fleet[side]) for side in self.urls}
 
     def check(self) -> None:
         """Raise `FleetError` if an engine has ended."""
@@ -120,6 +126,27 @@ def transfer_config(connector: Connector, side: Side) -> dict[str, Any]:
 def cpu_seconds(server: ServerProcess) -> float:
     """CPU time, user and system, of the processes of a server that are running."""
     return sum(_ticks(pid) for pid in server.members()) / _TICKS
+
+
+def thread_seconds(server: ServerProcess) -> float:
+    """CPU time of kvferry's threads, and of those that its backends have started, in a server's processes."""
+    return (
+        sum(
+            _thread_nanoseconds(task)
+            for pid in server.members()
+            for task in Path(f"/proc/{pid}/task").glob("*")
+        )
+        / 1e9
+    )
+
+
+def _thread_nanoseconds(task: Path) -> int:
+    try:
+        if not (task / "comm").read_text(encoding="utf-8").startswith(THREADS):
+            return 0
+        return int((task / "schedstat").read_text(encoding="utf-8").split()[0])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
 
 
 def _ticks(pid: int) -> int:

@@ -123,6 +123,8 @@ def test_costs_are_per_request_and_per_second(comparison: Comparison) -> None:
     assert (hook.count, hook.seconds) == (64 * 16, pytest.approx(0.128))
     assert comparison.costs.idle_share("vllm-push", "decode") == pytest.approx(1.0)
     assert comparison.costs.idle_share("ferry-push", "decode") == pytest.approx(0.01)
+    assert comparison.costs.idle_thread_share("ferry-push", "decode") == pytest.approx(0.005)
+    assert comparison.costs.idle_thread_share(BASELINE, "prefill") is None
     assert comparison.costs.idle_share(BASELINE, "prefill") is None
     seconds = sum(run.load.seconds for run in comparison.runs_of("ferry-push", LONG))
     assert comparison.costs.cpu_share("ferry-push", LONG, "decode") == pytest.approx(3.0 / seconds)

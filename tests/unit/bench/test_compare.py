@@ -108,6 +108,8 @@ def test_what_engines_noted_and_cost_in_a_cell_is_kept_without_the_warm_up(tmp_p
     (hook,) = decode.hooks
     assert (hook.hook, hook.count) == ("get_finished", 10 * count)
     assert hook.seconds == pytest.approx(0.002 * count)
+    assert (hook.idle_count, hook.busy_count) == (9 * count, count)
+    assert hook.busy_seconds == pytest.approx(0.0015 * count)
     assert decode.counters == {"kvferry_x_total": count}
     assert decode.steps is not None
     assert (decode.steps.count, decode.steps.modelled) == (count, 0.005)
@@ -119,6 +121,7 @@ def test_idle_engines_are_watched_before_the_first_cell(tmp_path: Path) -> None:
     results, _, _ = compared(tmp_path, StubLauncher(tmp_path / "engines"))
     sessions = {run.connector: run for run in results.sessions}
     assert sessions["vllm-push"].idle_cpu_seconds == pytest.approx({"prefill": 0.1, "decode": 0.1})
+    assert sessions["vllm-push"].idle_thread_seconds == pytest.approx({"prefill": 0.02, "decode": 0.02})
     assert sessions[BASELINE].idle_cpu_seconds == pytest.approx({"decode": 0.1})
 
 

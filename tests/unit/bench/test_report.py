@@ -69,7 +69,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def written(directory: Path) -> Written:
-    return write_report(made_up(directory, World(), SMALL))
+    return write_report(made_up(directory, World(tells_idle_calls=True), SMALL))
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +106,14 @@ def test_the_page_has_every_plot_and_every_connector(page: Page) -> None:
     ):
         assert words in page.text
     assert "Not measured." not in page.text
+
+
+def test_the_page_tells_a_requests_hooks_from_an_idle_steps(page: Page) -> None:
+    """ms per request, those computing, us per idle step, ms with idle calls; then hook by hook."""
+    assert "us per idle step" in page.text
+    assert "kvferry push" + "prefill" + "0.300" + "0.150" + "1.0" + "0.332" in page.text
+    assert "worker.get_finished" + "0.300" + "0.150" + "64.0" + "4.7" + "0.0" in page.text
+    assert "scheduler.build_connector_meta" + "0.000" + "0.000" + "0.0" + "" + "32.0" + "1.0" in page.text
 
 
 def test_the_targets_and_the_verdict_stand_in_the_page(page: Page, written: Written) -> None:

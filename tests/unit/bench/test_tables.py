@@ -38,6 +38,8 @@ def test_a_row_has_counts_quantiles_intervals_and_ratios(rows: list[Row]) -> Non
     assert ours["ttft_p50_ratio"] == pytest.approx(0.72, abs=0.04)
     assert ours["posted_before_prefill_end"] == pytest.approx(0.9)
     assert ours["prefill_hooks_ms_per_request"] == pytest.approx(0.3)
+    assert ours["prefill_busy_hooks_ms_per_request"] == pytest.approx(0.3)
+    assert ours["prefill_hooks_us_per_idle_step"] is None
     theirs = next(row for row in rows if row["connector"] == "vllm-push" and row["rate"] == 8)
     assert theirs["failed"] == 2
     assert "ttft_p50_ratio" not in theirs

@@ -31,12 +31,23 @@ def test_each_kind_of_row_is_read(tmp_path: Path) -> None:
         path,
         {"kind": "request", "request": "cmpl-a-0-0123abcd", "arrived_ns": 5, "finished_ns": None},
         {"kind": "hook", "side": "worker", "hook": "get_finished", "count": 3, "seconds": 0.5},
+        {"kind": "hook", "side": "worker", "hook": "x", "count": 3, "seconds": 0.5, "idle_count": 2}
+        | {"idle_seconds": 0.25, "idle_cpu_seconds": 0.125},
         {"kind": "step", "intended_seconds": 0.005, "actual_seconds": 0.006, "decodes": 3},
         {"kind": "verified", "at_ns": 7, "pages": 64, "mismatches": 0},
     )
     assert TimingFile(path).new_rows() == [
         RequestTimes(request="cmpl-a-0-0123abcd", arrived_ns=5),
         HookTimes(side="worker", hook="get_finished", count=3, seconds=0.5),
+        HookTimes(
+            side="worker",
+            hook="x",
+            count=3,
+            seconds=0.5,
+            idle_count=2,
+            idle_seconds=0.25,
+            idle_cpu_seconds=0.125,
+        ),
         StepTimes(intended_seconds=0.005, actual_seconds=0.006),
         Verified(pages=64, mismatches=0),
     ]
