@@ -9,10 +9,13 @@ COMPAT_READY := $(COMPAT_VENV)/.ready
 # Tests that show one request end to end on real engines; they are what `make compat` runs per vLLM version.
 END_TO_END := tests/integration/test_end_to_end.py
 WORKERS ?= 2
+# Compiled test modules are kept, wherever this runs: rewriting their assertions again costs more than half of a start.
+unexport PYTHONDONTWRITEBYTECODE
 SETUP_INPUTS := pyproject.toml scripts/setup.sh $(wildcard requirements/*.txt)
 
 .DEFAULT_GOAL := setup
-.PHONY: setup demo test test-fast test-integration test-long simulate compat lint format types contracts coverage clean
+.PHONY: setup demo test test-fast test-simulation test-integration test-long simulate compat \
+	lint format types contracts coverage clean
 
 setup: $(READY)
 
@@ -27,7 +30,7 @@ $(COMPAT_READY): $(SETUP_INPUTS)
 demo: $(READY)
 	$(BIN)/kvferry demo
 
-test: lint types contracts test-fast simulate test-integration
+test: lint types contracts test-fast test-simulation simulate test-integration
 
 lint: $(READY)
 	$(BIN)/ruff check
@@ -44,7 +47,10 @@ contracts: $(READY)
 	$(BIN)/lint-imports --no-cache
 
 test-fast: $(READY)
-	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not integration and not long"
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not long" tests/unit tests/property tests/transcripts tests/architecture
+
+test-simulation: $(READY)
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not long" tests/simulation
 
 # Histories of the protocol that no earlier run has seen are found by other seeds: SEEDS=N FROM=S.
 SEEDS ?= 1000
@@ -54,7 +60,7 @@ simulate: $(READY)
 	$(BIN)/kvferry simulate --seeds $(SEEDS) --from $(FROM) --jobs $(WORKERS)
 
 test-integration: $(READY)
-	$(BIN)/python -m pytest -q -m "integration and not long" --timeout 300
+	$(BIN)/python -m pytest -q -m "not long" tests/integration --timeout 300
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -q -m long --timeout 1800

@@ -82,7 +82,7 @@ BREAKER: tuple[Mutant, ...] = (
         (
             Edit(
                 "kvferry.protocol.producer_peer:_deny",
-                old="    _remember(state, answers, _key(peer, message), answer, now)\n",
+                old="    _remember(state, answers, _key(peer, message), answer)\n",
                 new="",
             ),
         ),

@@ -141,7 +141,7 @@ def cancel(state: ProducerState, peer: PeerName, message: Cancel, now: float) ->
     fence = _fence(message)
     tombstone = state.tombstones.get(message.transfer)
     if message.transfer not in state.rows and tombstone is not None:
-        _remember(state, tombstone.answers, _key(peer, message), fence, now)
+        _remember(state, tombstone.answers, _key(peer, message), fence)
         settle.bury(state, message.transfer, tombstone, now)
         state.outputs.append(Send(peer, fence))
         return
@@ -229,8 +229,7 @@ def _delivery(
         if (reason := _no_room(state, full=full)) is not None:
             _deny(state, peer, message, reason, now)
             return None
-        delivery = Delivery(message.transfer, message.consumer, peer, message.attempt)
-        row.deliveries[key] = delivery
+        row.deliveries[key] = Delivery(message.transfer, message.consumer, peer, message.attempt)
         if row.abandon_reason or row.expired:
             settle.fail_open(state, row, settle.outcome(row))
             settle.settle(state, row, now)
@@ -268,7 +267,7 @@ def _answer_late(
     state.count("late_message")
     key = _key(peer, message)
     answer = tombstone.answers.get(key) or _denial(peer, message, _too_late(tombstone))
-    _remember(state, tombstone.answers, key, answer, now)
+    _remember(state, tombstone.answers, key, answer)
     settle.bury(state, message.transfer, tombstone, now)
     state.outputs.append(Send(peer, answer))
 
@@ -296,7 +295,7 @@ def _deny(
         settle.bury(state, message.transfer, tombstone, now)
         answers = tombstone.answers
     answer = _denial(peer, message, reason)
-    _remember(state, answers, _key(peer, message), answer, now)
+    _remember(state, answers, _key(peer, message), answer)
     state.outputs.append(Send(peer, answer))
 
 
@@ -305,7 +304,6 @@ def _remember(
     answers: dict[DeliveryKey, AnyMessage],
     key: DeliveryKey,
     answer: AnyMessage,
-    now: float,
 ) -> None:
     """Keep what a consumer is told true: its blocks may be another request's from now on.
 
@@ -334,7 +332,7 @@ def _ended_answer(
     if key in tombstone.answers or tombstone.only_denials:
         return tombstone.answers.get(key)
     late = _failed(transfer, key, _too_late(tombstone), 0)
-    _remember(state, tombstone.answers, key, late, now)
+    _remember(state, tombstone.answers, key, late)
     settle.bury(state, transfer, tombstone, now)
     return late
 

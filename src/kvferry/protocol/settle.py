@@ -141,7 +141,7 @@ def bury(state: ProducerState, transfer: TransferId, tombstone: Tombstone, now: 
     state.tombstones.move_to_end(transfer)
     state.timers.set(("tombstone", transfer), now + state.limits.tombstone_seconds)
     while len(state.tombstones) > state.limits.tombstones_max:
-        oldest, _ = next(iter(state.tombstones.items()))
+        oldest = next(iter(state.tombstones))
         state.timers.cancel(("tombstone", oldest))
         forget(state, oldest)
 
