@@ -44,6 +44,8 @@ class World:
         default_factory=lambda: {"ferry-push": 0.03, "vllm-push": 0.13, "vllm-pull": 0.11, BASELINE: 0.0}
     )
     """At 16k tokens; shorter prompts take their share."""
+    moving: float | None = 0.16
+    """A prompt's KV at 16k tokens; None where engines do not tell of their transfers."""
     tpot: Mapping[str, float] = field(default_factory=lambda: {"vllm-pull": 0.0066, BASELINE: 0.0056})
     tells_idle_calls: bool = False
     """Whether the engines tell calls of hooks that had nothing to do from the others."""
@@ -111,7 +113,13 @@ class World:
             error="answered 500: unwell" if failed else None,
         )
         after = parts["write"] + parts["notice"] + parts["wait"] + parts["first step"]
-        return record, Phases(request=request, seconds=parts, handover=after, received=after - 0.012)
+        return record, Phases(
+            request=request,
+            seconds=parts,
+            handover=after,
+            received=after - 0.012,
+            moving=None if self.moving is None else self.moving * share,
+        )
 
     def _engine(self, name: str, side: str, count: int) -> EngineCost:
         seconds = self.hooks.get(name, 0.0003) * count

@@ -97,6 +97,16 @@ class Comparison:
             self._figures[key] = self._figure(connector, cell, metric, share)
         return self._figures[key]
 
+    def moving(self, connector: str, cell: Cell) -> float | None:
+        """Seconds in which a request's KV moved, the median; None where no engine told of its transfers."""
+        seconds = [
+            one.moving
+            for run in self.runs_of(connector, cell)
+            for one in run.phases
+            if one.moving is not None
+        ]
+        return float(np.median(seconds)) if seconds else None
+
     def level(self, connector: str, cell: Cell, metric: str, share: float) -> float | None:
         """A quantile of a metric without its interval, which takes a thousand times as long."""
         if metric == GAP:

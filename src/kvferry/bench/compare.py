@@ -240,7 +240,13 @@ class _Measured:
     def _phases(self, load: Load, watch: Watch) -> list[Phases]:
         prefill, decode = watch.requests("prefill"), watch.requests("decode")
         cut = (
-            phases(record, load.started_ns, prefill.get(record.request), decode.get(record.request))
+            phases(
+                record,
+                load.started_ns,
+                prefill.get(record.request),
+                decode.get(record.request),
+                watch.transfers(record.request),
+            )
             for record in load.records
             if record.succeeded
         )

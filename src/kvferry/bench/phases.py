@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from kvferry.bench.records import Record
-from kvferry.bench.timing import RequestTimes
+from kvferry.bench.timing import RequestTimes, TransferTimes
 
 PHASES = {
     "send": "from due until the prefill engine's scheduler has it",
@@ -32,24 +32,29 @@ class Phases(msgspec.Struct, frozen=True, kw_only=True):
 
     A phase whose milestone nobody noted is missing, and its time is in the next one. `handover` is from the
     end of prefill to the first token on the decode engine's device, `received` to the report that all is
-    there.
+    there. `moving` is for how long at least one transfer of its KV was posted and not seen to be complete.
     """
 
     request: str
     seconds: dict[str, float]
     handover: float | None = None
     received: float | None = None
+    moving: float | None = None
 
 
 def phases(
-    record: Record, started_ns: int, prefill: RequestTimes | None, decode: RequestTimes | None
+    record: Record,
+    started_ns: int,
+    prefill: RequestTimes | None,
+    decode: RequestTimes | None,
+    transfers: Sequence[TransferTimes] = (),
 ) -> Phases | None:
     """Cut one request's way; None when it has no first token or neither engine noted it."""
     if not record.chunks or (prefill is None and decode is None):
         return None
     found: dict[str, float] = {}
     at = record.due
-    for name, moment in _milestones(record, started_ns, prefill, decode):
+    for name, moment in _milestones(record, started_ns, prefill, decode, transfers):
         if moment is None:
             continue
         # Clocks of one machine, but a stamp may still be taken a little late.
@@ -62,32 +67,42 @@ def phases(
         seconds=found,
         handover=_between(end, decode.first_token_ns if decode else None),
         received=_between(end, decode.received_ns if decode else None),
+        moving=_moving(transfers),
     )
 
 
 def _milestones(
-    record: Record, started_ns: int, prefill: RequestTimes | None, decode: RequestTimes | None
+    record: Record,
+    started_ns: int,
+    prefill: RequestTimes | None,
+    decode: RequestTimes | None,
+    transfers: Sequence[TransferTimes],
 ) -> Iterator[tuple[str, float | None]]:
     def seconds(nanoseconds: int | None) -> float | None:
         return None if nanoseconds is None else (nanoseconds - started_ns) / _NANOSECONDS
-
-    def either(field: str) -> float | None:
-        """The side that posts transfers is the prefill engine under push and the decode engine under pull."""
-        moments = [getattr(side, field) for side in (prefill, decode) if side is not None]
-        known = [moment for moment in moments if moment is not None]
-        return seconds(known[0]) if known else None
 
     yield "send", seconds(prefill.arrived_ns) if prefill else None
     yield "queue", seconds(prefill.scheduled_ns) if prefill else None
     yield "prefill", seconds(prefill.prefill_end_ns) if prefill else None
     yield "registration", seconds(decode.allocated_ns) if decode else None
-    yield "match", either("first_post_ns")
-    yield "write", either("last_done_ns")
-    told_apart = either("last_done_ns") is not None
-    yield "notice" if told_apart else "transfer", seconds(decode.received_ns) if decode else None
+    if transfers:
+        yield "match", seconds(min(one.posted_ns for one in transfers))
+        yield "write", seconds(max(one.done_ns for one in transfers))
+    yield "notice" if transfers else "transfer", seconds(decode.received_ns) if decode else None
     yield "wait", seconds(decode.first_step_ns) if decode else None
     yield "first step", seconds(decode.first_token_ns) if decode else None
     yield "answer", record.chunks[0]
+
+
+def _moving(transfers: Sequence[TransferTimes]) -> float | None:
+    """The length of the union of their times."""
+    if not transfers:
+        return None
+    total, reached = 0, 0
+    for posted_ns, done_ns in sorted((one.posted_ns, one.done_ns) for one in transfers):
+        total += max(done_ns - max(posted_ns, reached), 0)
+        reached = max(reached, done_ns)
+    return round(total / _NANOSECONDS, 6)
 
 
 def _between(start_ns: int | None, end_ns: int | None) -> float | None:

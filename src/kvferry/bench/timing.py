@@ -36,10 +36,6 @@ class RequestTimes(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
     """On the device."""
     allocated_ns: int | None = None
     """Memory for what is to be received."""
-    first_post_ns: int | None = None
-    """The first transfer of its KV is posted."""
-    last_done_ns: int | None = None
-    """The last transfer of its KV is seen to be complete, by the one who posted it."""
     received_ns: int | None = None
     """The connector has told the scheduler that all KV is there."""
     first_step_ns: int | None = None
@@ -80,6 +76,16 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
         return self.idle_seconds + self.actual_seconds - self.intended_seconds
 
 
+class TransferTimes(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="transfer"):
+    """One transfer of KV, as the engine that posted it saw it."""
+
+    request: str
+    """vLLM's id of the request that its notification names; empty where it names none."""
+    posted_ns: int
+    done_ns: int
+    descriptors: int = 0
+
+
 class Verified(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="verified"):
     """Pages that were compared with what they should hold, and how many differed, since the start."""
 
@@ -87,7 +93,7 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
     mismatches: int
 
 
-Row = RequestTimes | HookTimes | StepTimes | Verified
+Row = RequestTimes | HookTimes | StepTimes | TransferTimes | Verified
 
 
 class _Kind(msgspec.Struct):
@@ -96,7 +102,7 @@ class _Kind(msgspec.Struct):
 
 _ROWS = msgspec.json.Decoder(Row)
 _KINDS = msgspec.json.Decoder(_Kind)
-_KNOWN = frozenset(("request", "hook", "step", "verified"))
+_KNOWN = frozenset(("request", "hook", "step", "transfer", "verified"))
 
 
 class TimingFile:
@@ -145,3 +151,12 @@ def request_of(engine_request: str) -> str:
 def by_request(rows: Iterable[Row]) -> dict[str, RequestTimes]:
     """The requests among some rows by their `X-Request-Id`."""
     return {request_of(row.request): row for row in rows if isinstance(row, RequestTimes)}
+
+
+def transfers_by_request(rows: Iterable[Row]) -> dict[str, list[TransferTimes]]:
+    """The transfers among some rows by the `X-Request-Id` of the request that they name."""
+    found: dict[str, list[TransferTimes]] = {}
+    for row in rows:
+        if isinstance(row, TransferTimes) and row.request:
+            found.setdefault(request_of(row.request), []).append(row)
+    return found

@@ -12,7 +12,17 @@ import numpy as np
 
 from kvferry.bench.counters import read_counters, since
 from kvferry.bench.results import EngineCost, HookCost, Side, StepCost
-from kvferry.bench.timing import HookTimes, RequestTimes, Row, StepTimes, TimingFile, Verified, by_request
+from kvferry.bench.timing import (
+    HookTimes,
+    RequestTimes,
+    Row,
+    StepTimes,
+    TimingFile,
+    TransferTimes,
+    Verified,
+    by_request,
+    transfers_by_request,
+)
 
 if TYPE_CHECKING:
     import aiohttp
@@ -56,12 +66,15 @@ class _Noted:
     hooks: dict[tuple[str, str], HookTimes] = field(default_factory=dict)
     verified: Verified = field(default_factory=lambda: Verified(pages=0, mismatches=0))
     requests: dict[str, RequestTimes] = field(default_factory=dict)
+    transfers: dict[str, list[TransferTimes]] = field(default_factory=dict)
     steps: list[StepTimes] = field(default_factory=list)
 
     def read(self) -> None:
         """Take in what is new."""
         rows = self.file.new_rows()
         self.requests |= by_request(rows)
+        for request, transfers in transfers_by_request(rows).items():
+            self.transfers.setdefault(request, []).extend(transfers)
         for row in rows:
             self._take(row)
 
@@ -98,7 +111,7 @@ class Watch:
         marks = {}
         for side, noted in self._noted.items():
             noted.read()
-            noted.requests, noted.steps = {}, []
+            noted.requests, noted.transfers, noted.steps = {}, {}, []
             counters = await read_counters(self._session, self._pair.urls[side])
             marks[side] = Mark(cpu_seconds[side], counters, dict(noted.hooks), noted.verified)
         return marks
@@ -120,6 +133,10 @@ class Watch:
         """What an engine has noted of each request since the mark."""
         noted = self._noted.get(side)
         return noted.requests if noted else {}
+
+    def transfers(self, request: str) -> Sequence[TransferTimes]:
+        """What has been posted of a request's KV since the mark, by whichever engine posts."""
+        return [one for noted in self._noted.values() for one in noted.transfers.get(request, ())]
 
     async def costs(self, marks: Mapping[Side, Mark]) -> dict[Side, EngineCost]:
         """What each engine has cost since the mark."""

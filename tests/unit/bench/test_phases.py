@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvferry.bench.phases import PHASES, Phases, phases
 from kvferry.bench.records import Record
-from kvferry.bench.timing import RequestTimes
+from kvferry.bench.timing import RequestTimes, TransferTimes
 
 START = 10**18
 RECORD = Record(request="a", due=1.0, sent=1.0, chunks=(1.5, 1.6), end=1.6, completion_tokens=2)
@@ -16,8 +18,18 @@ def at(seconds: float) -> int:
     return START + round(seconds * 1e9)
 
 
-def cut(prefill: RequestTimes | None, decode: RequestTimes | None, record: Record = RECORD) -> Phases:
-    found = phases(record, START, prefill, decode)
+def moved(*posted_and_done: tuple[float, float]) -> list[TransferTimes]:
+    return [
+        TransferTimes(request="p", posted_ns=at(posted), done_ns=at(done)) for posted, done in posted_and_done
+    ]
+
+
+def cut(
+    prefill: RequestTimes | None,
+    decode: RequestTimes | None,
+    transfers: Sequence[TransferTimes] = (),
+) -> Phases:
+    found = phases(RECORD, START, prefill, decode, transfers)
     assert found is not None
     return found
 
@@ -31,8 +43,6 @@ def test_every_milestone_makes_its_phase_and_together_they_are_the_time_to_first
         arrived_ns=at(1.01),
         scheduled_ns=at(1.03),
         prefill_end_ns=at(1.2),
-        first_post_ns=at(1.22),
-        last_done_ns=at(1.3),
     )
     decode = RequestTimes(
         request="d",
@@ -41,7 +51,7 @@ def test_every_milestone_makes_its_phase_and_together_they_are_the_time_to_first
         first_step_ns=at(1.41),
         first_token_ns=at(1.47),
     )
-    found = cut(prefill, decode)
+    found = cut(prefill, decode, moved((1.25, 1.3), (1.22, 1.26)))
     assert found.seconds == pytest.approx(
         {
             "send": 0.01,
@@ -64,18 +74,17 @@ def test_every_milestone_makes_its_phase_and_together_they_are_the_time_to_first
 
 
 def test_what_happened_behind_prefill_costs_nothing() -> None:
-    prefill = RequestTimes(request="p", prefill_end_ns=at(1.2), first_post_ns=at(1.05), last_done_ns=at(1.21))
+    prefill = RequestTimes(request="p", prefill_end_ns=at(1.2))
     decode = RequestTimes(request="d", allocated_ns=at(1.02), received_ns=at(1.22), first_token_ns=at(1.3))
-    found = cut(prefill, decode)
+    found = cut(prefill, decode, moved((1.05, 1.21)))
     assert found.seconds["registration"] == found.seconds["match"] == 0.0
     assert found.seconds["write"] == pytest.approx(0.01)
 
 
-def test_under_pull_the_decode_engine_posts() -> None:
-    decode = RequestTimes(request="d", first_post_ns=at(1.25), last_done_ns=at(1.4), received_ns=at(1.41))
-    found = cut(PREFILL, decode)
-    assert found.seconds["match"] == pytest.approx(0.05)
-    assert found.seconds["write"] == pytest.approx(0.15)
+def test_moving_is_when_at_least_one_transfer_was_posted_and_not_done() -> None:
+    found = cut(PREFILL, None, moved((1.25, 1.3), (1.1, 1.2), (1.28, 1.31), (1.27, 1.29), (1.4, 1.5)))
+    assert found.moving == pytest.approx(0.1 + 0.06 + 0.1)
+    assert cut(PREFILL, None).moving is None
 
 
 def test_what_nobody_noted_is_in_the_next_phase() -> None:

@@ -13,9 +13,11 @@ from kvferry.bench.timing import (
     StepTimes,
     TimingError,
     TimingFile,
+    TransferTimes,
     Verified,
     by_request,
     request_of,
+    transfers_by_request,
 )
 
 
@@ -96,3 +98,14 @@ def test_the_clients_request_id_is_found_in_vllms(engine_request: str, request_i
 def test_requests_are_found_by_the_clients_id() -> None:
     row = RequestTimes(request="cmpl-a-0-0123abcd")
     assert by_request([row, Verified(pages=1, mismatches=0)]) == {"a": row}
+
+
+def test_transfers_are_found_by_the_request_that_they_name() -> None:
+    rows = [
+        TransferTimes(request="cmpl-a-0-01234567", posted_ns=1, done_ns=2),
+        TransferTimes(request="", posted_ns=3, done_ns=4),
+        TransferTimes(request="cmpl-b-0-89abcdef", posted_ns=5, done_ns=6),
+        TransferTimes(request="cmpl-a-0-01234567", posted_ns=7, done_ns=9),
+    ]
+    found = transfers_by_request(rows)
+    assert {name: [one.posted_ns for one in some] for name, some in found.items()} == {"a": [1, 7], "b": [5]}
