@@ -23,7 +23,11 @@ def pages(lengths: list[int]) -> int:
     return sum(-(-(length - 1) // BLOCK_TOKENS) * LAYERS for length in lengths)
 
 
-@pytest.fixture(scope="module", params=["FerryConnector", "NixlPushConnector"])
+STOCK = pytest.param("NixlPushConnector", marks=pytest.mark.long)
+"""`test_bench_compare` runs it in every `make test`, with pages compared, too."""
+
+
+@pytest.fixture(scope="module", params=["FerryConnector", STOCK])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedPair]:
     """A pair over each connector; one block of long prompts is damaged on purpose."""
     files = tmp_path_factory.mktemp(request.param)
