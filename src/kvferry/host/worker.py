@@ -9,6 +9,7 @@ lock. The order within a step: `preempt`, `begin`, the forward pass, `save`, `co
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
@@ -46,8 +47,8 @@ logger = logging.getLogger(__name__)
 
 _MOVED = (BYTES, BYTES_EARLY)
 _NOT_MOVED = (0, 0)
-UNSAID_STEPS_MAX = 64
-"""How many steps bytes that have moved may wait to be told with the end of a transfer."""
+UNSAID_SECONDS_MAX = 0.1
+"""How long bytes that have moved may wait to be told with other news, as long as the engine steps."""
 Clock = Callable[[], float]
 Damage = Callable[[BlockId], None]
 Ready = Callable[[], bool]
@@ -115,8 +116,8 @@ class FerryWorker:
         self._out = Reported()
         self._moved = moved
         self._seen_moved = _NOT_MOVED
-        self._unsaid_steps = 0
-        """Steps since bytes that nobody has been told of were first seen."""
+        self._told_at = -math.inf
+        """When bytes that have moved were told."""
         self._has_news = False
         """Whether this step's `collect` had something to report."""
         self._damage: tuple[int, Damage] | None = None
@@ -199,16 +200,16 @@ class FerryWorker:
     def take_moved(self) -> dict[str, int]:
         """By how much the agent's counters of bytes have grown since they were told; none that stood still.
 
-        Told in steps that have other news, or after `UNSAID_STEPS_MAX`: what follows from a report in every
+        Told in steps that have other news, or after `UNSAID_SECONDS_MAX`: what follows from a report in every
         step that has posted a slice would cost the engine more than the slice does.
         """
         totals, seen = self._moved(), self._seen_moved
-        if totals is seen:
+        if totals == seen:
             return {}
-        self._unsaid_steps += 1
-        if not self._has_news and self._unsaid_steps < UNSAID_STEPS_MAX:
+        now = self._clock()
+        if not self._has_news and now - self._told_at < UNSAID_SECONDS_MAX:
             return {}
-        self._unsaid_steps = 0
+        self._told_at = now
         self._seen_moved = totals
         grown = (total - before for total, before in zip(totals, seen, strict=True))
         return {name: amount for name, amount in zip(_MOVED, grown, strict=True) if amount}

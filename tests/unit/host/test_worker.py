@@ -8,7 +8,7 @@ from kvferry.host.events import Ended, PreemptAnswer
 from kvferry.host.metrics import BYTES, BYTES_EARLY
 from kvferry.host.orders import Sender, StepOrders
 from kvferry.host.reports import NOTHING
-from kvferry.host.worker import UNSAID_STEPS_MAX, FerryWorker
+from kvferry.host.worker import UNSAID_SECONDS_MAX, FerryWorker
 from kvferry.protocol.commands import (
     Advance,
     AnnounceCommand,
@@ -243,26 +243,25 @@ def test_statistics_are_what_has_been_added(agent):
     assert worker.take_moved() == {BYTES: 50}
 
 
-def test_bytes_are_told_with_other_news_or_after_a_number_of_steps(agent):
+def test_bytes_are_told_with_other_news_or_after_a_while(agent):
     """A report in every step that has posted a slice would cost the engine more than the slice does."""
-    worker = worker_of(agent, moved=agent.moved)
+    now = 0.0
+    worker = worker_of(agent, clock=lambda: now, moved=agent.moved)
     told = []
-    for number in range(2 * UNSAID_STEPS_MAX):
+    for number in range(101):
+        now = number * UNSAID_SECONDS_MAX / 50
         agent.posted = number + 1, 0
         worker.collect(())
         told.append(worker.take_moved())
-    assert [number for number, moved in enumerate(told) if moved] == [
-        UNSAID_STEPS_MAX - 1,
-        2 * UNSAID_STEPS_MAX - 1,
-    ]
-    assert sum(moved.get(BYTES, 0) for moved in told) == 2 * UNSAID_STEPS_MAX
+    assert [number for number, moved in enumerate(told) if moved] == [0, 50, 100]
+    assert sum(moved.get(BYTES, 0) for moved in told) == 101
     prefill(worker, ADVANCE)
     agent.posted = 1000, 0
     worker.collect(())
     assert worker.take_moved() == {}
     agent.say(Released("t", "written"))
     worker.collect(())
-    assert worker.take_moved() == {BYTES: 1000 - 2 * UNSAID_STEPS_MAX}
+    assert worker.take_moved() == {BYTES: 1000 - 101}
 
 
 def test_the_test_hook_damages_the_block_of_that_index_before_it_is_published(agent):
