@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -104,3 +105,8 @@ def squared(number: int) -> tuple[int, int]:
     if number < 0:
         raise ValueError(f"{number} is negative")
     return number * number, os.getpid()
+
+
+def interrupts_blocked(_: int) -> bool:
+    """Work for a process: whether a terminal's interrupt does not reach it."""
+    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())

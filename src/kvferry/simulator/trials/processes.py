@@ -12,7 +12,7 @@ import signal
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Generic, TypeVar
 
@@ -77,6 +77,8 @@ class _Worker(Generic[Task, Answer]):
         context = get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, work), daemon=True)
+        # The tracker, which the first start would start too, takes our mask away.
+        resource_tracker.ensure_running()
         # A terminal interrupts its whole group. The child inherits the mask and leaves the answer to us.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:

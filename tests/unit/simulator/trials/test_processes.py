@@ -9,6 +9,8 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -77,3 +79,22 @@ def test_closing_it_ends_processes_that_are_at_work() -> None:
         next(answers)
         assert len(left_behind()) == 2
     assert left_behind() == []
+
+
+PROGRAM = """
+from kvferry.simulator.trials.processes import spread
+from tests.support.fake_simulation import interrupts_blocked
+print(sorted(spread(interrupts_blocked, range(3), jobs=1, fresh=True)))
+"""
+
+
+def test_no_process_answers_a_terminals_interrupt_not_even_the_first() -> None:
+    """The first one that a program starts brings multiprocessing's tracker along, which takes masks away."""
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout == "[(0, True), (1, True), (2, True)]\n"
