@@ -6,13 +6,17 @@ from dataclasses import dataclass
 
 from kvferry.errors import UsageError
 
+_BOTH_ROLES = "in some seeds of both roles"
+_RANKS = "one or two ranks each"
 WORLDS: dict[str, str] = {
-    "small": "one prefill engine and one or two decode engines",
-    "both": "every engine prefills and decodes",
-    "wide": "up to eight prefill engines and up to eight decode engines",
-    "tall": "engines of four ranks each",
-    "long": "many more requests, for longer",
-    "calm": "no faults; everything must succeed, and soon",
+    "small": f"one prefill engine and one or two decode engines, {_BOTH_ROLES}; {_RANKS}",
+    "both": "two or three engines that all prefill and decode; one or two ranks each",
+    "wide": f"up to eight prefill engines and up to eight decode engines, {_BOTH_ROLES}; {_RANKS}",
+    "tall": f"one or two prefill engines and one or two decode engines, {_BOTH_ROLES}; four ranks each",
+    "long": f"up to three prefill engines and up to three decode engines, {_BOTH_ROLES}; {_RANKS}; "
+    "many more requests, for longer",
+    "calm": f"one or two engines of each kind, {_BOTH_ROLES}; {_RANKS}; "
+    "no faults but clock and parts: all must succeed soon",
 }
 """The worlds, each in words; `world.shape` makes them."""
 
@@ -50,6 +54,9 @@ FAULTS: dict[str, str] = {
     "table": "tables and queues have room for a few entries only",
 }
 """Kinds of faults, each in words; each can be switched off."""
+
+HARMLESS = frozenset({"clock", "parts"})
+"""Kinds that no transfer suffers from; the calm world has no others."""
 
 
 @dataclass(frozen=True, slots=True)

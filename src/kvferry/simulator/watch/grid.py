@@ -26,6 +26,7 @@ from kvferry.simulator.ground.events import (
     PostEnded,
     Reported,
 )
+from kvferry.simulator.ground.options import HARMLESS
 from kvferry.simulator.ground.outcome import CellKey
 from kvferry.simulator.watch.checkers.base import Checker, Handlers
 from kvferry.simulator.watch.courses import Course
@@ -95,6 +96,26 @@ BY_SIBLING: dict[CellKey, str] = {
 
 A request at that stage cannot be hit itself, and shares its transfer's tables and lanes with the one that is.
 """
+
+_WITHOUT_FAULTS = frozenset({P_PREEMPTION, D_PREEMPTION})
+"""An engine that runs out of blocks preempts, whatever may go wrong or not."""
+_ONLY_BY: dict[str, frozenset[str]] = {
+    MESSAGE_DOUBLED: frozenset({"message_doubled", "late_write"}),
+    MESSAGE_LATE: frozenset({"message_late", "late_write"}),
+    POST_REFUSED: frozenset({"post_refused"}),
+    STALLED: frozenset({"post_stalled", "late_write"}),
+    SAME_ID: frozenset({"replay", "late_write"}),
+}
+"""What brings a fault of the grid about, where it is not any of many kinds."""
+
+
+def within_reach(kinds: frozenset[str]) -> tuple[str, ...]:
+    """The grid's faults that histories with these kinds of faults can meet."""
+    harmful = kinds - HARMLESS
+    return tuple(
+        fault for fault in FAULTS if fault in _WITHOUT_FAULTS or harmful & _ONLY_BY.get(fault, harmful)
+    )
+
 
 _POST_FAULTS = {PostFault.REFUSE.value: POST_REFUSED, PostFault.FAIL.value: RANK_ERROR}
 _MESSAGE_FAULTS = {MessageFault.DOUBLE.value: MESSAGE_DOUBLED, MessageFault.DELAY.value: MESSAGE_LATE}

@@ -39,6 +39,8 @@ from kvferry.simulator.ground.events import (
     PostEnded,
     Reported,
 )
+from kvferry.simulator.ground.options import FAULTS as KINDS
+from kvferry.simulator.ground.options import HARMLESS
 from kvferry.simulator.watch import grid, stages
 from kvferry.simulator.watch.grid import BY_SIBLING, FAULTS, IMPOSSIBLE, Grid
 from kvferry.simulator.watch.stages import STAGES, Stages
@@ -323,3 +325,11 @@ def test_blocks_of_facts_are_of_the_type_that_the_cores_use() -> None:
     world = at(stages.RECEIVED)
     (delivery,) = world.loops[P0].producer.state.rows[T].deliveries.values()
     assert delivery.target_blocks == (array("q", [10, 11]),)
+
+
+def test_without_harmful_faults_only_preemptions_are_within_reach() -> None:
+    preemptions = (grid.P_PREEMPTION, grid.D_PREEMPTION)
+    assert grid.within_reach(frozenset()) == grid.within_reach(HARMLESS) == preemptions
+    assert grid.within_reach(frozenset(KINDS)) == FAULTS
+    assert grid.MESSAGE_DOUBLED not in grid.within_reach(frozenset({"crash"}))
+    assert grid.P_CRASH in grid.within_reach(frozenset({"crash"}))

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from kvferry.simulator.ground.options import Options
+from kvferry.simulator.ground.options import HARMLESS, WORLDS, Options
 from kvferry.simulator.world import shape
 
 
@@ -31,3 +31,34 @@ def test_small_tables_of_links_and_of_ended_transfers_are_faults() -> None:
         }
         assert least["small"] == 1
         assert least["calm"] > 100
+
+
+@pytest.mark.parametrize(
+    ("world", "producers", "consumers", "ranks", "told"),
+    [
+        ("small", 1, 2, {1, 2}, ("one prefill engine and one or two decode engines,", "one or two ranks")),
+        ("both", 3, 0, {1, 2}, ("two or three engines that all prefill and decode;", "one or two ranks")),
+        ("wide", 8, 8, {1, 2}, ("up to eight prefill engines and up to eight decode", "one or two ranks")),
+        ("tall", 2, 2, {4}, ("one or two prefill engines and one or two decode", "four ranks each")),
+        ("long", 3, 3, {1, 2}, ("up to three prefill engines and up to three decode", "one or two ranks")),
+        ("calm", 2, 2, {1, 2}, ("one or two engines of each kind", "one or two ranks")),
+    ],
+)
+def test_worlds_are_what_is_said_of_them(
+    world: str, producers: int, consumers: int, ranks: set[int], told: tuple[str, ...]
+) -> None:
+    ranges = shape.RANGES[world]
+    assert (ranges.producers[1], ranges.consumers[1]) == (producers, consumers)
+    seen = drawn(world)
+    assert {facts.cache.tp_size for one in seen for facts in one.engines} == ranks
+    roles = {all(facts.produces and facts.consumes for facts in one.engines) for one in seen}
+    assert roles == ({True} if world == "both" else {True, False})
+    assert ("in some seeds of both roles" in WORLDS[world]) is (world != "both")
+    assert all(words in WORLDS[world] for words in told)
+
+
+def test_the_calm_world_has_no_faults_but_those_that_harm_nobody() -> None:
+    assert {one.faults for one in drawn("calm")} == {frozenset()}
+    assert {one.clocks_differ for one in drawn("calm")} == {True}
+    assert {one.fabric.notification_bytes_max == shape.PART_BYTES for one in drawn("calm")} == {True, False}
+    assert {"clock", "parts"} == HARMLESS
