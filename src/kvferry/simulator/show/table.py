@@ -6,7 +6,7 @@ What was not visited is named, and so is what cannot be, with its reason.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,9 +35,25 @@ class Grid:
     by_sibling: Mapping[CellKey, str] = field(default_factory=dict)
     """Cells that count for a request whose transfer was hit by way of another of its requests, and why."""
 
+    def of_faults(self, faults: Collection[str]) -> Grid:
+        """The part of it that has these faults."""
+        return Grid(
+            self.stages,
+            [fault for fault in self.faults if fault in faults],
+            {cell: why for cell, why in self.impossible.items() if cell[1] in faults},
+            {cell: why for cell, why in self.by_sibling.items() if cell[1] in faults},
+        )
+
     def unvisited(self, cells: Mapping[CellKey, int]) -> list[CellKey]:
         """Cells that are possible and were not visited, in the grid's order."""
         return [cell for cell in self._all() if cell not in self.impossible and not cells.get(cell)]
+
+    def unvisited_by_fault(self, cells: Mapping[CellKey, int]) -> dict[str, list[str]]:
+        """The same, as stages of each fault."""
+        stages: dict[str, list[str]] = {fault: [] for fault in self.faults}
+        for stage, fault in self.unvisited(cells):
+            stages[fault].append(stage)
+        return {fault: unvisited for fault, unvisited in stages.items() if unvisited}
 
     def disproved(self, cells: Mapping[CellKey, int]) -> list[CellKey]:
         """Cells that are called impossible and were visited."""
@@ -71,30 +87,34 @@ def overview(transitions: Mapping[TransitionKey, int], cells: Mapping[CellKey, i
 
 def summary(transitions: Mapping[TransitionKey, int], cells: Mapping[CellKey, int], grid: Grid) -> str:
     """The page's figures in one line."""
-    keys = [key for name, machine in MACHINES.items() for key in _possible(name, machine.transitions)]
+    keys = [key for name in MACHINES for key in listed(name)]
     visited = sum(bool(transitions.get(key)) for key in keys)
     possible = len(grid.stages) * len(grid.faults) - len(grid.impossible)
     missing = len(grid.unvisited(cells))
     return (
-        f"coverage: {visited} of {len(keys)} transitions, "
+        f"coverage: {visited} of {len(keys)} transitions, late events included, "
         f"{possible - missing} of {possible} possible cells ({len(grid.impossible)} impossible)"
     )
+
+
+def listed(name: str) -> dict[TransitionKey, str]:
+    """What a machine can take, in words: its transitions, and late events, which change nothing."""
+    machine = MACHINES[name]
+    kinds = (("", list(machine.transitions)), (" (late)", _late(machine)))
+    return {key: f"{key[1]} + {key[2]}{kind}" for kind, pairs in kinds for key in _possible(name, pairs)}
 
 
 def missing(transitions: Mapping[TransitionKey, int], cells: Mapping[CellKey, int], grid: Grid) -> list[str]:
     """What was not visited: a line for transitions, one for cells; by name where that is not too much."""
     pairs = [
-        f"{name} {state} + {event}"
-        for name, machine in MACHINES.items()
-        for _, state, event in _possible(name, machine.transitions)
-        if not transitions.get((name, state, event))
+        f"{name} {words}"
+        for name in MACHINES
+        for key, words in listed(name).items()
+        if not transitions.get(key)
     ]
-    cells_left = grid.unvisited(cells)
-    by_fault: dict[str, list[str]] = {}
-    for stage, fault in cells_left:
-        by_fault.setdefault(fault, []).append(stage)
-    named = [f"{fault} at {' / '.join(stages)}" for fault, stages in by_fault.items()]
-    lines = [_left("transitions", len(pairs), pairs), _left("grid's cells", len(cells_left), named)]
+    named = [f"{fault} at {' / '.join(stages)}" for fault, stages in grid.unvisited_by_fault(cells).items()]
+    count = len(grid.unvisited(cells))
+    lines = [_left("transitions", len(pairs), pairs), _left("grid's cells", count, named)]
     return [line for line in lines if line]
 
 

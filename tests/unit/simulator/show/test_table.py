@@ -44,9 +44,10 @@ def test_everything_visited() -> None:
     assert "Every one was visited." in page
     assert "Not visited" not in page
     assert "4 cells: 3 visited, 0 not visited, 1 impossible (n/a)." in page
-    transitions = sum(_possible(name, table.transitions) for name, table in NAMED)
+    transitions = sum(_possible(name, {*table.transitions, *table.late}) for name, table in NAMED)
     assert summary(ALL_PAIRS, ALL_CELLS, GRID) == (
-        f"coverage: {transitions} of {transitions} transitions, 3 of 3 possible cells (1 impossible)"
+        f"coverage: {transitions} of {transitions} transitions, late events included, "
+        "3 of 3 possible cells (1 impossible)"
     )
 
 
@@ -58,6 +59,21 @@ def test_what_is_missing_is_a_line_each_and_nothing_where_there_is_nothing() -> 
     transitions, cells = missing({}, {}, GRID)
     assert re.match(r"not visited: \d+ of the transitions: --verbose names them, ", transitions)
     assert cells == "not visited: 3 of the grid's cells: D abort at sent / posted; late at posted"
+
+
+def test_a_late_event_counts_and_is_named_the_same_way_everywhere() -> None:
+    seen = {pair: times for pair, times in ALL_PAIRS.items() if pair != ("delivery", "stopping", "register")}
+    words = "stopping + register (late)"
+    assert missing(seen, ALL_CELLS, GRID) == [f"not visited: 1 of the transitions: delivery {words}"]
+    assert f"- delivery: {words}\n" in overview(seen, ALL_CELLS, GRID)
+    total = len(ALL_PAIRS)
+    assert f" {total - 1} of {total} transitions, " in summary(seen, ALL_CELLS, GRID)
+
+
+def test_a_grid_of_some_faults_has_nothing_of_the_others() -> None:
+    part = replace(GRID, by_sibling={("sent", "late"): "x"}).of_faults({"D abort"})
+    assert (part.faults, part.impossible, part.by_sibling) == (["D abort"], {}, {})
+    assert part.unvisited({}) == [("sent", "D abort"), ("posted", "D abort")]
 
 
 def test_the_machines_are_counted() -> None:
