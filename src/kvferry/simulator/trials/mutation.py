@@ -8,8 +8,10 @@ is a hole in the checkers or the world.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import sys
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -28,6 +30,8 @@ from kvferry.simulator.trials.processes import Lost, spread
 MODULE = "tests.mutants"
 SEED_SECONDS_MAX = 20.0
 """CPU time; some mutants make a history endless."""
+ALIKE_MAX = 3
+LIST_COLUMNS = 118
 ENDLESS_MAX = 3
 """So many endless histories of one mutant are enough, even where all seeds were asked for."""
 
@@ -111,14 +115,40 @@ def find_checkout(*starts: Path) -> Path:
     Raises:
         UsageError: there is none, as where kvferry was installed from a wheel.
     """
-    for start in (Path(kvferry.__file__).resolve(), *starts):
-        for place in (start, *start.parents):
-            if (place / "tests" / "mutants").is_dir() and (place / "src" / "kvferry").is_dir():
-                return place
+    for start in (_package(), *starts):
+        if place := _checkout_around(start):
+            return place
     raise UsageError(
         "--mutants needs a checkout of kvferry: the planted faults live in tests/mutants beside src, which "
         "an installed kvferry does not have; clone the repository and run it there"
     )
+
+
+def _checkout_around(start: Path) -> Path | None:
+    for place in (start, *start.parents):
+        if (place / "tests" / "mutants").is_dir() and (place / "src" / "kvferry").is_dir():
+            return place
+    return None
+
+
+def _package() -> Path:
+    return Path(kvferry.__file__).resolve().parent
+
+
+def doubt_of(checkout: Path, here: Path) -> str:
+    """Why mutants of this checkout may not be what somebody at `here` means, and what to do; or nothing."""
+    package, around = _package(), _checkout_around(here.resolve())
+    if not package.is_relative_to(checkout.resolve() / "src"):
+        return (
+            f"the planted faults are those of {checkout}, the kvferry that runs is {package}, "
+            f"which they may not fit; set PYTHONPATH={checkout / 'src'}"
+        )
+    if around is not None and around != checkout.resolve():
+        return (
+            f"this plants faults into the kvferry of {checkout}, not of {around}, where you are; "
+            f"set PYTHONPATH={around / 'src'} if you mean that"
+        )
+    return ""
 
 
 def load(checkout: Path) -> Sequence[Mutant]:
@@ -151,7 +181,13 @@ def chosen(mutants: Sequence[Mutant], names: Sequence[str]) -> list[Mutant]:
     known = {mutant.name: mutant for mutant in mutants}
     unknown = sorted(set(names) - set(known))
     if unknown:
-        raise UsageError(f"--mutants: unknown {', '.join(unknown)}; known are {', '.join(known)}")
+        alike = difflib.get_close_matches(unknown[0], known, ALIKE_MAX)
+        listed = textwrap.wrap(", ".join(sorted(known)), LIST_COLUMNS, break_on_hyphens=False)
+        raise UsageError(
+            f"--mutants: unknown {', '.join(unknown)}"
+            + (f"; did you mean {' or '.join(alike)}? " if alike else "; ")
+            + "\n  ".join(["--mutants --list says what each is. Known are", *listed])
+        )
     return [known[name] for name in dict.fromkeys(names)] if names else list(mutants)
 
 
