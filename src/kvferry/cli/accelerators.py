@@ -30,7 +30,7 @@ def vllm_runs_on_cpu() -> bool:
         version = importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError as error:
         raise UsageError(
-            "vLLM is not installed in this environment; with a GPU: pip install 'kvferry[vllm]', without "
+            "vLLM is not installed in this environment; with a GPU: pip install '.[vllm]', without "
             "one: `make setup` in a checkout of kvferry"
         ) from error
     return version.endswith("+cpu")

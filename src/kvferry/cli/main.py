@@ -46,14 +46,19 @@ COMMANDS = {
     "version": ("kvferry.cli.version", "print the versions of kvferry, vLLM, NIXL and torch"),
 }
 
+VERDICTS = ("simulate", "soak")
+"""Commands whose last line says how they ended, whenever that was."""
+INTERRUPTED = 130
+
 EXTRAS = {"numpy": "sim", "matplotlib": "bench"} | dict.fromkeys(("vllm", "torch", "nixl", "zmq"), "vllm")
 """Modules that a plain installation lacks, and the extra that brings each."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (the process's own by default) and return its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = _run(list(sys.argv[1:] if arguments is None else arguments))
+        code = _run(given)
         # Here, where an error can be told; at exit it could not.
         sys.stdout.flush()
     except UsageError as error:
@@ -63,7 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"kvferry: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 130
+        _say_interrupted(given)
+        return INTERRUPTED
     except BrokenPipeError:
         # Whoever reads our output has enough, as `head` has.
         _say_no_more()
@@ -79,10 +85,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         extra = EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:
             raise
-        print(f"kvferry: this command needs {error.name}: pip install 'kvferry[{extra}]'", file=sys.stderr)
+        install = f"pip install '.[{extra}]' in a checkout of kvferry"
+        print(f"kvferry: this command needs {error.name}: {install}", file=sys.stderr)
         return 2
     else:
         return code
+
+
+def _say_interrupted(arguments: list[str]) -> None:
+    """The last line of a command that always has one; it may have been interrupted while it was imported."""
+    if arguments[:1] and arguments[0] in VERDICTS:
+        with contextlib.suppress(OSError):
+            print("INTERRUPTED: before there was a result", flush=True)
 
 
 def _say_no_more() -> None:
@@ -99,6 +113,8 @@ def _run(arguments: list[str]) -> int:
         prog=f"kvferry {chosen.command}",
         description=module.__doc__ or summary,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        # An option that is added later must not change what a script says.
+        allow_abbrev=False,
     )
     module.add_arguments(parser)
     return int(module.run(parser.parse_args(arguments[1:])))

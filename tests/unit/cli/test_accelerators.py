@@ -66,7 +66,7 @@ def test_the_distribution_tells_the_platform(
 
 def test_a_missing_vllm_is_an_error_that_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerators.importlib.metadata, "version", version_from({}))
-    with pytest.raises(UsageError, match=r"pip install 'kvferry\[vllm\]'.*make setup"):
+    with pytest.raises(UsageError, match=r"pip install '\.\[vllm\]'.*make setup"):
         vllm_runs_on_cpu()
 
 

@@ -43,7 +43,27 @@ def test_an_interrupt_is_no_error_message(
 ) -> None:
     monkeypatch.setattr(version, "run", raising(KeyboardInterrupt()))
     assert cli.main(["version"]) == 130
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", cli.VERDICTS)
+def test_an_interrupt_before_a_verdict_is_told_in_the_last_line(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Even while the command is imported, which takes a moment."""
+
+    def interrupted(path: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.importlib, "import_module", interrupted)
+    assert cli.main([name, "--help"]) == 130
+    assert capsys.readouterr() == ("INTERRUPTED: before there was a result\n", "")
+
+
+def test_an_option_has_to_be_written_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["simulate", "--see", "1"])
+    assert "unrecognized arguments: --see" in capsys.readouterr().err
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +146,12 @@ def test_a_missing_library_is_named_with_the_extra_that_brings_it(
 
     monkeypatch.setattr(cli, "_run", fail)
     assert cli.main(["simulate"]) == 2
-    assert f"needs {module}: pip install 'kvferry[{extra}]'" in capsys.readouterr().err
+    assert f"needs {module}: pip install '.[{extra}]' in a checkout" in capsys.readouterr().err
+
+
+def test_the_page_that_one_reads_first_names_every_extra_in_the_same_form() -> None:
+    page = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    assert [extra for extra in {*cli.EXTRAS.values()} if f"`pip install '.[{extra}]'`" not in page] == []
 
 
 def test_a_module_of_our_own_that_is_missing_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
