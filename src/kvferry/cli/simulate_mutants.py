@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,20 +20,40 @@ SEEDS = 2000
 """Per mutant, where no other number was asked for."""
 
 
-def try_all(namespace: argparse.Namespace, options: Options, *, jobs: int) -> int:
-    """Try the chosen mutants, each in a process of its own."""
+def chosen_checkout() -> Path:
+    """The checkout whose mutants are planted; whoever may mean another one is warned."""
     from kvferry.simulator.trials import mutation  # noqa: PLC0415 - imported by the command that needs it
 
     checkout = mutation.find_checkout(Path.cwd())
+    if doubt := mutation.doubt_of(checkout, Path.cwd()):
+        print(f"kvferry: warning: {doubt}", file=sys.stderr)
+    return checkout
+
+
+def list_all(names: Sequence[str]) -> int:
+    """Say what each mutant is, or each of these."""
+    from kvferry.simulator.trials import mutation  # noqa: PLC0415 - as above
+
+    mutants = mutation.chosen(mutation.load(chosen_checkout()), names)
+    print("\n".join(report.listed_mutants(mutants)))
+    return 0
+
+
+def try_all(namespace: argparse.Namespace, options: Options, *, jobs: int) -> int:
+    """Try the chosen mutants, each in a process of its own."""
+    from kvferry.simulator.trials import mutation  # noqa: PLC0415 - as above
+
+    checkout = chosen_checkout()
     mutants = {one.name: one for one in mutation.chosen(mutation.load(checkout), namespace.mutants)}
     trials = _trials(namespace, options, checkout, list(mutants))
     verdicts: list[Verdict] = []
-    started, progress, interrupted = time.monotonic(), report.Progress(len(trials), "mutants"), False
+    started, progress, interrupted = time.monotonic(), report.Progress(len(trials), "mutant"), False
     try:
         with contextlib.closing(mutation.run_trials(trials, jobs=jobs)) as done:
             for verdict in done:
                 verdicts.append(verdict)
-                report.say(report.mutant_lines(mutants[verdict.mutant], verdict, options), progress)
+                mutant, first = mutants[verdict.mutant], namespace.first or 0
+                report.say(report.mutant_lines(mutant, verdict, options, first=first), progress)
                 progress.update(len(verdicts), f"{sum(one.survived for one in verdicts)} survived")
     except KeyboardInterrupt:
         interrupted = True
@@ -60,7 +82,7 @@ def _end(mutants: dict[str, Mutant], verdicts: list[Verdict], interrupted: bool,
     blind = sum(one.blind for one in found), sum(one.blind for one in mutants.values())
     figures = (
         (f"{len(verdicts):,} of " if interrupted else "") + report.count_words(len(mutants), "mutant"),
-        f"{len(found):,} found ({blind[0]} of {blind[1]} planted blindly)",
+        f"{len(found):,} found" + (f" ({blind[0]} of {blind[1]} planted blindly)" if blind[1] else ""),
         f"{len(survivors):,} survived",
         f"{len(lost):,} not tried" if lost else "",
     )

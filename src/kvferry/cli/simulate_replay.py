@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvferry.cli import simulate_report as report
+from kvferry.cli.simulate_mutants import chosen_checkout
 from kvferry.errors import UsageError
 from kvferry.simulator.ground.outcome import ITEMS_MAX, Outcome, Violation, broken_words, findings
 
 if TYPE_CHECKING:
+    from kvferry.ids import TransferId
     from kvferry.simulator.ground.events import Observer
     from kvferry.simulator.ground.options import Options
     from kvferry.simulator.show.timeline import Recorder
@@ -39,6 +40,7 @@ def replay(namespace: argparse.Namespace, options: Options) -> int:
     with mutation.planted(mutant):
         _check_drop(seed, options, simulate)
         outcome = _run(simulate, seed, options, recorder, lines)
+        drawn = _drawn(namespace, recorder, outcome.violations)
         ended = _has_ended(outcome)
         again = _run(simulate, seed, options, again_lines) if ended else outcome
     report.say([_title(namespace, outcome, mutant), *_told(namespace, recorder, lines.lines, outcome)])
@@ -46,8 +48,8 @@ def replay(namespace: argparse.Namespace, options: Options) -> int:
         most = len(finding.consequences) if namespace.verbose else CONSEQUENCES_SHOWN_MAX
         report.say(report.finding_lines(finding, "VIOLATION: ", consequences_max=most))
     unwritten = ""
-    if namespace.timeline is not None and recorder.events:
-        unwritten = _draw(namespace, recorder, outcome.violations)
+    if drawn is not None:
+        unwritten = _draw(namespace, recorder, outcome.violations, drawn)
     same = outcome.trace_hash == again.trace_hash
     if not same:
         print(f"NOT DETERMINISTIC: a second run has trace hash {again.trace_hash}")
@@ -82,8 +84,7 @@ def _mutant(namespace: argparse.Namespace) -> Mutant | None:
 
     if namespace.mutants is None:
         return None
-    checkout = mutation.find_checkout(Path.cwd())
-    (mutant,) = mutation.chosen(mutation.load(checkout), namespace.mutants)
+    (mutant,) = mutation.chosen(mutation.load(chosen_checkout()), namespace.mutants)
     return mutant
 
 
@@ -128,12 +129,27 @@ def _first_difference(first: list[str], second: list[str]) -> str:
     return f"one run has {len(first):,} events, the other {len(second):,}; what both have is equal"
 
 
-def _draw(namespace: argparse.Namespace, recorder: Recorder, violations: tuple[Violation, ...]) -> str:
+def _drawn(
+    namespace: argparse.Namespace, recorder: Recorder, violations: tuple[Violation, ...]
+) -> TransferId | None:
+    """The transfer to draw, if one is; a wrong name is told before the history is shown."""
+    from kvferry.simulator.show.timeline import choose  # noqa: PLC0415 - as above
+
+    if namespace.timeline is None or not recorder.events:
+        return None
+    return choose(recorder.events, violations, namespace.transfer)
+
+
+def _draw(
+    namespace: argparse.Namespace,
+    recorder: Recorder,
+    violations: tuple[Violation, ...],
+    transfer: TransferId,
+) -> str:
     """Returns why there is no picture, or nothing."""
     from kvferry.simulator.show.picture import draw  # noqa: PLC0415 - as above
-    from kvferry.simulator.show.timeline import choose, story  # noqa: PLC0415 - as above
+    from kvferry.simulator.show.timeline import story  # noqa: PLC0415 - as above
 
-    transfer = choose(recorder.events, violations, namespace.transfer)
     title = f"seed {namespace.replay} of the {namespace.world} world"
     if violations:
         title += f": {broken_words(violations[0].promise)}{' broken' if violations[0].promise else ''}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import sys
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 
 VIOLATIONS_SHOWN_MAX = 3
 BAR_CELLS = 24
+LIST_COLUMNS = 120
 REDRAW_SECONDS = 0.1
+SECONDS_MIN, DONE_MIN = 10.0, 20
+"""Earlier than both the pace says little, and no time is told that is left."""
 LINE_SECONDS = 10.0
 """Between two lines of progress where there is no terminal."""
 
@@ -32,9 +36,9 @@ class Progress:
     """A bar on a terminal; elsewhere a line now and then. Goes to standard error."""
 
     def __init__(
-        self, total: int, unit: str, *, stream: TextIO | None = None, clock: Callable[[], float] | None = None
+        self, total: int, noun: str, *, stream: TextIO | None = None, clock: Callable[[], float] | None = None
     ) -> None:
-        self._total, self._unit = total, unit
+        self._total, self._noun = total, noun
         self._stream = sys.stderr if stream is None else stream
         self._clock = time.monotonic if clock is None else clock
         self._terminal = self._stream.isatty()
@@ -48,7 +52,7 @@ class Progress:
         if now - self._told < (REDRAW_SECONDS if self._terminal else LINE_SECONDS):
             return
         self._told = now
-        text = f"{done:,} of {self._total:,} {self._unit}, {words}, {self._left(done, now)}"
+        text = f"{done:,} of {count_words(self._total, self._noun)}, {words}, {self._left(done, now)}"
         if self._terminal:
             full = BAR_CELLS * done // max(1, self._total)
             self._draw(f"[{'#' * full}{'.' * (BAR_CELLS - full)}] {text}")
@@ -68,7 +72,7 @@ class Progress:
 
     def _left(self, done: int, now: float) -> str:
         passed = now - self._start
-        if not done:
+        if not done or (passed < SECONDS_MIN and done < DONE_MIN):
             return f"{passed:.0f} s"
         return f"{passed:.0f} s, {passed / done * (self._total - done):.0f} s left"
 
@@ -192,26 +196,54 @@ def shrunk_lines(shrunk: Shrunk) -> list[str]:
     return [head, *items, f"    {replay_command(seed, shrunk.options)}"]
 
 
-def mutant_lines(mutant: Mutant, verdict: Verdict, options: Options) -> list[str]:
-    """A mutant's verdict, why, and how to see it."""
+def mutant_lines(mutant: Mutant, verdict: Verdict, options: Options, *, first: int) -> list[str]:
+    """A mutant's verdict, why, and how to see it. `first` is the seed that was tried first."""
     kind = ", planted blindly" if mutant.blind else ""
     name = f"{mutant.name} (breaks promise {mutant.promise}{kind}): {mutant.what}"
     if verdict.lost:
         return [f"NOT TRIED {name}", *(f"    {line}" for line in verdict.lost.splitlines())]
-    after = f"{count_words(verdict.tried, 'seed')}, {verdict.seconds:.1f} s"
+    unsound = ""
     if verdict.unsound:
-        after += f"; {verdict.unsound:,} more fail without it too, and do not count"
+        unsound = f"; {verdict.unsound:,} more fail without it too, and do not count"
+    tried, seconds = count_words(verdict.tried, "seed"), f"{verdict.seconds:.1f} s{unsound}"
     if verdict.first_seed is None:
-        return [f"SURVIVED  {name}", f"    no seed has found it ({after})"]
+        return [f"SURVIVED  {name}", f"    no seed has found it ({tried}, {seconds})"]
     broken = ", ".join(broken_words(number) for number, _ in verdict.promises.most_common())
-    found = "first found by" if verdict.found > 1 else "found by"
-    total = f"{verdict.found:,} of " if verdict.found > 1 else ""
+    number = verdict.first_seed - first + 1
+    by_seed = f"by seed {verdict.first_seed}, the {ordinal(number)} tried"
+    if verdict.tried == number:
+        found = f"first found {by_seed}, by {broken} ({seconds})"
+    else:
+        found = f"found by {verdict.found:,} of {tried}, first {by_seed}; by {broken} ({seconds})"
     return [
         f"found     {name}",
-        f"    {found} seed {verdict.first_seed}, by {broken} ({total}{after})",
+        f"    {found}",
         f"    {plain(verdict.example)}",
         f"    {replay_command(verdict.first_seed, options, mutant=mutant.name)}",
     ]
+
+
+def ordinal(number: int) -> str:
+    """A place in a row: `3rd`."""
+    ending = "th" if number // 10 % 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number:,}{ending}"
+
+
+def listed_mutants(mutants: Iterable[Mutant]) -> list[str]:
+    """Mutants by the promise that they break, those that were planted blindly with a mark."""
+    groups: dict[str, list[Mutant]] = {}
+    for mutant in mutants:
+        groups.setdefault(mutant.promise, []).append(mutant)
+    lines: list[str] = []
+    for promise, members in sorted(groups.items()):
+        lines += [
+            f"{count_words(len(members), 'mutant')} that break{'' if members[1:] else 's'} promise {promise}:"
+        ]
+        for mutant in members:
+            head = f"  {'*' if mutant.blind else ' '} {mutant.name}: "
+            lines += textwrap.wrap(head + mutant.what, LIST_COLUMNS, subsequent_indent=" " * 8)
+        lines.append("")
+    return [*lines, "*: planted blindly, by somebody who had not seen the checkers"]
 
 
 def written(path: Path, text: str) -> str:

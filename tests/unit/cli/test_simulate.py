@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -23,7 +24,7 @@ from kvferry.cli import main as cli
 from kvferry.cli import simulate as command
 from kvferry.cli import simulate_replay
 from kvferry.cli import simulate_report as report
-from kvferry.simulator.ground.options import FAULTS, WORLDS, Options
+from kvferry.simulator.ground.options import FAULTS, HARMLESS, WORLDS, Options
 from kvferry.simulator.ground.outcome import Outcome
 from kvferry.simulator.show import table
 from kvferry.simulator.show.table import Grid
@@ -41,7 +42,8 @@ GRID = Grid(("posted", "decoding"), ("D abort", "late"), {("decoding", "D abort"
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs the command on the fake simulation: exit code and lines."""
     use(monkeypatch, fake.simulate)
-    monkeypatch.setattr(command, "_grid", lambda: GRID)
+    monkeypatch.setattr(command, "_whole_grid", lambda: GRID)
+    monkeypatch.setattr(grid, "within_reach", lambda kinds: GRID.faults if kinds - HARMLESS else ("late",))
 
     def call(*arguments: str) -> tuple[int, list[str]]:
         code = cli.main(["simulate", *arguments])
@@ -103,17 +105,68 @@ def test_several_processes_find_the_same(run: Run) -> None:
     assert lines[-1].startswith("FAILED: 20 seeds, 2 violations in 2 seeds, 140 transfers, ")
 
 
+def test_many_seeds_end_with_tables_of_what_they_visited_and_not(run: Run) -> None:
+    _, lines = run("--seeds", "6", "--jobs", "1")
+    at = lines.index(next(line for line in lines if line.startswith("machine ")))
+    assert lines[at + 1].startswith("source     1 of 10  unknown + expect, ")
+    assert any(line.endswith("failed + failed (late)") for line in lines)
+    at = lines.index("fault    posted  decoding")
+    assert lines[at + 1 : at + 5] == [
+        "D abort       6         -",
+        "late          0         6",
+        "-: impossible, --verbose says why",
+        "not visited: late at posted",
+    ]
+    assert lines[-3].startswith("coverage: ")
+    assert lines[-1].startswith("PASSED: ")
+
+
+@pytest.mark.parametrize("more", [("--seeds", "1"), ("--seeds", "6", "--brief")])
+def test_one_seed_has_no_tables_and_many_have_none_where_they_are_not_wanted(
+    run: Run, more: tuple[str, ...]
+) -> None:
+    _, lines = run("--jobs", "1", *more)
+    assert not any(line.startswith(("machine", "fault", "|", "#")) for line in lines)
+    assert "not visited: 1 of the grid's cells: late at posted" in lines
+
+
+@pytest.mark.parametrize(
+    ("chosen", "has"),
+    [
+        (("--world", "calm"), False),
+        (("--faults", "none"), False),
+        (("--faults", "clock,parts"), False),
+        (("--faults", "crash"), True),
+    ],
+)
+def test_what_histories_without_faults_cannot_visit_is_not_listed(
+    run: Run, monkeypatch: pytest.MonkeyPatch, chosen: tuple[str, ...], has: bool
+) -> None:
+    def nothing_visited(seed: int, options: Options, **keywords: object) -> Outcome:
+        return replace(fake.simulate(seed, options, **keywords), cells={})
+
+    use(monkeypatch, nothing_visited)
+    _, lines = run("--seeds", "2", "--jobs", "1", *chosen)
+    assert ("not visited: D abort at every stage" in lines) is has
+    assert "not visited: late at every stage" in lines
+    of = 3 if has else 2
+    assert any(f" 0 of {of} possible cells " in line for line in lines)
+    use(monkeypatch, fake.simulate)
+    _, lines = run("--seeds", "2", "--jobs", "1", *chosen)
+    assert "D abort       2         -" in lines, "what was visited is shown in any case"
+
+
 def test_without_more_words_gaps_are_named_and_tables_left_out(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(table, "NAMED_MAX", 60)
-    _, lines = run("--seeds", "6", "--jobs", "1")
+    _, lines = run("--seeds", "6", "--jobs", "1", "--brief")
     assert len(lines) <= 6
     assert not any(line.startswith(("|", "#")) for line in lines)
     assert "not visited: 1 of the grid's cells: late at posted" in lines
     assert re.match(r"not visited: \d+ of the transitions: source unknown \+ expect; ", lines[0])
     monkeypatch.setattr(table, "NAMED_MAX", 3)
-    _, lines = run("--seeds", "6", "--jobs", "1")
+    _, lines = run("--seeds", "6", "--jobs", "1", "--brief")
     assert re.fullmatch(
         r"not visited: \d+ of the transitions: --verbose names them, and more seeds .*", lines[0]
     )
@@ -206,6 +259,33 @@ def test_an_interrupt_tells_what_was_done(run: Run, monkeypatch: pytest.MonkeyPa
     assert lines[-1].startswith("INTERRUPTED: 3 seeds, 0 violations, 21 transfers, ")
 
 
+@pytest.mark.parametrize("mode", [("--replay", "1"), ("--replay", "1", "--verbose")])
+def test_an_interrupted_replay_has_a_last_line_too(
+    run: Run, monkeypatch: pytest.MonkeyPatch, mode: tuple[str, ...]
+) -> None:
+    def interrupted(seed: int, options: object, **_: object) -> Outcome:
+        raise KeyboardInterrupt
+
+    use(monkeypatch, interrupted)
+    assert run(*mode) == (130, ["INTERRUPTED: before there was a result"])
+
+
+def test_interrupted_mutants_are_counted(
+    run: Run, mutants: list[mutation.Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdicts = mutation.run_trials
+
+    def run_trials(asked: list[mutation.Trial], *, jobs: int) -> Iterator[mutation.Verdict]:
+        yield from verdicts(asked[:1], jobs=jobs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mutation, "run_trials", run_trials)
+    code, lines = run("--mutants", "early", "late")
+    assert code == 130
+    last = r"INTERRUPTED: 1 of 2 mutants, 1 found \(0 of 1 planted blindly\), 0 survived, \d+\.\d s"
+    assert re.fullmatch(last, lines[-1])
+
+
 PROGRAM = """
 import sys, types
 from tests.support import fake_simulation
@@ -215,6 +295,36 @@ sys.modules["kvferry.simulator.run"] = module
 from kvferry.cli.main import main
 sys.exit(main(["simulate", "--seeds", "1000000", "--jobs", "2"]))
 """
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_in_haste_end_it_once_and_cleanly(number: signal.Signals) -> None:
+    """Three times Ctrl-C: the first one counts, and neither we nor a process of ours shows a traceback."""
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("seed ")
+            for _ in range(3):
+                # A terminal's goes to all, and whoever sends SIGTERM means us.
+                with contextlib.suppress(ProcessLookupError):
+                    (os.killpg if number is signal.SIGINT else os.kill)(process.pid, number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(0.02)
+            out, errors = process.communicate(timeout=15)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    verdicts = [line for line in out.splitlines() if line.startswith("INTERRUPTED: ")]
+    assert verdicts == out.splitlines()[-1:]
+    assert "Traceback" not in errors
+    assert "KeyboardInterrupt" not in errors
 
 
 def test_an_interrupt_from_a_terminal_is_clean() -> None:
@@ -275,7 +385,7 @@ def test_worlds_and_faults_are_explained(run: Run) -> None:
     assert code == 0
     for name, sentence in {**WORLDS, **FAULTS}.items():
         assert any(re.fullmatch(rf"  {name} +{re.escape(sentence)}", line) for line in lines)
-        assert len(sentence) < 100
+        assert len(sentence) < 150
 
 
 def test_the_documentation_explains_them_in_the_same_words() -> None:
@@ -413,7 +523,9 @@ def test_the_transfer_to_draw_can_be_chosen(run: Run, tmp_path: Path) -> None:
     assert "transfer transfer-1; 0 ms is" in picture.read_text(encoding="utf-8")
     code, lines = run("--replay", "6", "--timeline", str(picture), "--transfer", "x")
     assert code == 2
-    assert lines[-1].startswith("kvferry: --transfer x is not in this history; it has transfer-1")
+    # Nobody wants to see all of the history before that.
+    (line,) = lines
+    assert line.startswith("kvferry: --transfer x is not in this history; it has transfer-1")
 
 
 # --- planted faults -------------------------------------------------------------------------------
@@ -452,11 +564,12 @@ def test_all_mutants_found_is_success(run: Run, mutants: list[mutation.Trial]) -
     assert code == 0
     assert lines[:8] == [
         "found     early (breaks promise 4): what early does",
-        "    found by seed 2, by promise 4 (3 seeds, 0.5 s)",
+        "    first found by seed 2, the 3rd tried, by promise 4 (0.5 s)",
         "    found early",
         "    kvferry simulate --replay 2 --world small --mutants early",
         "found     late (breaks promise 4, planted blindly): what late does",
-        "    first found by seed 1234, by promise 6, promise 5 (2 of 1,700 seeds, 0.0 s)",
+        "    found by 2 of 1,700 seeds, first by seed 1234, the 1,235th tried; "
+        "by promise 6, promise 5 (0.0 s)",
         "    found late",
         "    kvferry simulate --replay 1234 --world small --mutants late",
     ]
@@ -465,7 +578,32 @@ def test_all_mutants_found_is_success(run: Run, mutants: list[mutation.Trial]) -
 
 
 def test_one_mutant_is_one(run: Run, mutants: list[mutation.Trial]) -> None:
-    assert run("--mutants", "early")[1][-1].startswith("PASSED: 1 mutant, 1 found (")
+    assert run("--mutants", "early")[1][-1].startswith("PASSED: 1 mutant, 1 found, 0 survived, ")
+
+
+def test_a_seed_is_told_by_its_place_among_those_that_were_tried(
+    run: Run, mutants: list[mutation.Trial]
+) -> None:
+    _, lines = run("--mutants", "early", "--from", "2")
+    assert "    found by 1 of 3 seeds, first by seed 2, the 1st tried; by promise 4 (0.5 s)" in lines
+
+
+def test_mutants_are_listed_by_promise_and_nothing_is_tried(run: Run, mutants: list[mutation.Trial]) -> None:
+    code, lines = run("--mutants", "--list")
+    assert (code, mutants) == (0, [])
+    assert lines == [
+        "4 mutants that break promise 4:",
+        "    early: what early does",
+        "  * late: what late does",
+        "  * sly: what sly does",
+        "    gone: what gone does",
+        "",
+        "*: planted blindly, by somebody who had not seen the checkers",
+    ]
+    assert run("--mutants", "late", "--list")[1][:2] == [
+        "1 mutant that breaks promise 4:",
+        "  * late: what late does",
+    ]
 
 
 def test_survivors_and_what_could_not_be_tried_are_failures_and_named(
@@ -514,7 +652,10 @@ def test_a_mutant_has_two_thousand_seeds_and_stops_at_the_first_find(
 def test_an_unknown_mutant_is_wrong_use(run: Run, mutants: list[mutation.Trial]) -> None:
     code, lines = run("--mutants", "x")
     assert code == 2
-    assert lines == ["kvferry: --mutants: unknown x; known are early, late, sly, gone"]
+    known = "  early, gone, late, sly"
+    assert lines == ["kvferry: --mutants: unknown x; --mutants --list says what each is. Known are", known]
+    _, lines = run("--mutants", "erly")
+    assert lines[0].startswith("kvferry: --mutants: unknown erly; did you mean early? --mutants --list")
 
 
 def test_mutants_need_a_checkout(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -531,8 +672,27 @@ def test_the_checkout_may_be_where_one_stands(
     root = Path(__file__).parents[3]
     monkeypatch.setattr(kvferry, "__file__", str(tmp_path / "kvferry" / "__init__.py"))
     monkeypatch.chdir(root / "docs")
-    assert run("--mutants", "early")[0] == 0
+    code, lines = run("--mutants", "early")
+    assert code == 0
     assert mutants[0].checkout == root
+    [warning] = [line for line in lines if line.startswith("kvferry: warning: ")]
+    assert f"the planted faults are those of {root}, the kvferry that runs is {tmp_path}" in warning
+    assert warning.endswith(f"set PYTHONPATH={root / 'src'}")
+
+
+def test_who_stands_in_another_checkout_is_warned(
+    run: Run, mutants: list[mutation.Trial], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    root = Path(__file__).parents[3]
+    assert not any("warning" in line for line in run("--mutants", "early")[1])
+    for part in ("src/kvferry", "tests/mutants"):
+        (tmp_path / part).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "src")
+    _, lines = run("--mutants", "early")
+    [warning] = [line for line in lines if line.startswith("kvferry: warning: ")]
+    assert f"into the kvferry of {root}, not of {tmp_path}, where you are" in warning
+    assert "PYTHONPATH" in run("--mutants", "--list")[1][-1]
+    assert mutants[1].checkout == root
 
 
 # --- wrong use ------------------------------------------------------------------------------------
@@ -543,6 +703,26 @@ def test_the_checkout_may_be_where_one_stands(
     [
         (("--seeds", "0"), "--seeds must be at least 1, not 0"),
         (("--jobs", "-1"), "--jobs must be at least 1, not -1"),
+        (
+            ("--seeds", "10000001"),
+            "--seeds must be at most 10,000,000, not 10,000,001; run further ones with --from",
+        ),
+        (("--seeds", "1e3"), "--seeds: '1e3' is not a whole number; write its digits, such as 1000"),
+        (("--from", "1_000"), "--from: '1_000' is not a whole number"),
+        (("--replay", "9" * 5000), "--replay: '999"),
+        (("--jobs", "two"), "--jobs: 'two' is not a whole number"),
+        (("--list", "--seeds", "3"), "--list runs nothing, so --seeds would say nothing; leave it out"),
+        (
+            ("--list", "--mutants", "--from", "0", "--world", "wide"),
+            "--list runs nothing, so --from, --world would",
+        ),
+        (("--brief", "--verbose"), "--brief leaves out what --verbose shows; choose one of them"),
+        (("--replay", "1", "--brief"), "--brief goes with many seeds alone: nothing else ends with tables"),
+        (
+            ("--world", "calm", "--faults", "crash,clock"),
+            "--faults: the calm world never has crash, only clock and parts; choose another world",
+        ),
+        (("--world", "calm", "--faults", "rain"), "faults rain are unknown; use some of abort, "),
         (("--jobs", "257"), "--jobs must be at most 256, not 257; a process per core is the fastest"),
         (("--mutants", "--jobs", "9999"), "--jobs must be at most 256, not 9999"),
         (("--stop-after", "0"), "--stop-after must be at least 1, not 0"),

@@ -16,6 +16,7 @@ from kvferry.cli.simulate_report import (
     finding_lines,
     last_line,
     number_words,
+    ordinal,
     range_words,
     replay_command,
     shrunk_lines,
@@ -40,7 +41,7 @@ class Clock:
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["pipe", "terminal"])
 def test_it_tells_how_far_it_is_and_how_long_it_takes(stream: io.StringIO) -> None:
     clock = Clock()
-    progress = Progress(2000, "seeds", stream=stream, clock=clock)
+    progress = Progress(2000, "seed", stream=stream, clock=clock)
     clock.now += 20.0
     progress.update(500, "0 violations")
     assert "500 of 2,000 seeds, 0 violations, 20 s, 60 s left" in stream.getvalue()
@@ -48,7 +49,7 @@ def test_it_tells_how_far_it_is_and_how_long_it_takes(stream: io.StringIO) -> No
 
 def test_without_a_terminal_there_is_a_line_every_ten_seconds() -> None:
     clock, stream = Clock(), io.StringIO()
-    progress = Progress(100, "seeds", stream=stream, clock=clock)
+    progress = Progress(100, "seed", stream=stream, clock=clock)
     for second in range(1, 26):
         clock.now = 100.0 + second
         progress.update(second, "x")
@@ -59,9 +60,35 @@ def test_without_a_terminal_there_is_a_line_every_ten_seconds() -> None:
     ]
 
 
+def test_what_is_left_is_not_told_before_the_pace_says_something() -> None:
+    clock, stream = Clock(), Terminal()
+    progress = Progress(1, "mutant", stream=stream, clock=clock)
+    clock.now += 1.0
+    progress.update(1, "x")
+    assert stream.getvalue().endswith("] 1 of 1 mutant, x, 1 s")
+    progress = Progress(100, "seed", stream=stream, clock=clock)
+    clock.now += 1.0
+    progress.update(19, "x")
+    assert stream.getvalue().endswith("] 19 of 100 seeds, x, 1 s")
+    clock.now += 1.0
+    progress.update(20, "x")
+    assert stream.getvalue().endswith("] 20 of 100 seeds, x, 2 s, 8 s left")
+    clock.now += 10.0
+    progress.update(1, "x")
+    assert " s left" in stream.getvalue().rpartition("1 of 100")[2]
+
+
+def test_places_have_their_endings() -> None:
+    numbers = (1, 2, 3, 4, 10, 11, 12, 13, 21, 22, 101, 111, 1012, 1023)
+    assert [ordinal(number) for number in numbers] == [
+        *("1st", "2nd", "3rd", "4th", "10th", "11th", "12th", "13th", "21st", "22nd", "101st", "111th"),
+        *("1,012th", "1,023rd"),
+    ]
+
+
 def test_on_a_terminal_the_bar_grows_in_place_and_can_be_taken_away() -> None:
     clock, stream = Clock(), Terminal()
-    progress = Progress(4, "seeds", stream=stream, clock=clock)
+    progress = Progress(4, "seed", stream=stream, clock=clock)
     for done in range(5):
         progress.update(done, "x")
         clock.now += 1.0
@@ -76,7 +103,7 @@ def test_on_a_terminal_the_bar_grows_in_place_and_can_be_taken_away() -> None:
 
 def test_a_terminal_is_not_redrawn_too_often() -> None:
     clock, stream = Clock(), Terminal()
-    progress = Progress(1000, "seeds", stream=stream, clock=clock)
+    progress = Progress(1000, "seed", stream=stream, clock=clock)
     for done in range(1000):
         clock.now += 0.001
         progress.update(done, "x")
@@ -85,7 +112,7 @@ def test_a_terminal_is_not_redrawn_too_often() -> None:
 
 def test_a_shorter_bar_leaves_nothing_of_the_longer_one() -> None:
     clock, stream = Clock(), Terminal()
-    progress = Progress(10, "seeds", stream=stream, clock=clock)
+    progress = Progress(10, "seed", stream=stream, clock=clock)
     progress.update(1, "a very long text")
     clock.now += 1.0
     progress.update(2, "x")
