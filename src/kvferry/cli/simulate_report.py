@@ -72,7 +72,7 @@ class Progress:
 
     def _left(self, done: int, now: float) -> str:
         passed = now - self._start
-        if not done or (passed < SECONDS_MIN and done < DONE_MIN):
+        if done >= self._total or not done or (passed < SECONDS_MIN and done < DONE_MIN):
             return f"{passed:.0f} s"
         return f"{passed:.0f} s, {passed / done * (self._total - done):.0f} s left"
 

@@ -76,6 +76,9 @@ def test_what_is_left_is_not_told_before_the_pace_says_something() -> None:
     clock.now += 10.0
     progress.update(1, "x")
     assert " s left" in stream.getvalue().rpartition("1 of 100")[2]
+    clock.now += 10.0
+    progress.update(100, "x")
+    assert stream.getvalue().rstrip().endswith("] 100 of 100 seeds, x, 22 s")
 
 
 def test_places_have_their_endings() -> None:
