@@ -35,11 +35,17 @@ from kvferry.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
-FLIGHT_SECONDS = 0.0001
-"""Pause while something is in flight: its end is what the other side waits for."""
-EXPECT_SECONDS = 0.0005
-"""Pause while a transfer is under way and its next event may come from a peer."""
-RECENT_SECONDS = 0.002
+LOOK_SHARE = 0.05
+"""What is waited for is looked at again after this share of the time that it has taken so far: it is seen late
+by so much at most, and what takes long is not looked at ten thousand times a second. Each look takes the
+interpreter's lock, which the engine's thread needs, too."""
+FLIGHT_SECONDS = 0.0001, 0.001
+"""The shortest and the longest pause while something is in flight: its end is what the other side waits for."""
+EXPECT_SECONDS = 0.0002, 0.001
+"""The same while a transfer is under way and its next event may come from a peer, since a peer was heard."""
+EVENT_SECONDS = 0.0005
+"""Pause while a device computes what is to be sent."""
+RECENT_SECONDS = 0.005
 """Pause while peers have spoken within the last second."""
 IDLE_SECONDS = 0.02
 """Pause otherwise; what it delays is the first message after a silence, never the end of a prefill."""
@@ -295,12 +301,14 @@ class Loop:
         now = self._clock()
         if self._posts_on:
             return 0.0
-        if self._posts or self._mail.waiting or self._gated:
-            pause = FLIGHT_SECONDS
-        elif self.producer.expecting or self.consumer.expecting:
-            pause = EXPECT_SECONDS
+        if self._posts:
+            pause = _looking(now - self._posts.since, FLIGHT_SECONDS)
+        elif self._mail.waiting or self.producer.expecting or self.consumer.expecting:
+            pause = _looking(now - self._heard_at, EXPECT_SECONDS)
         else:
             pause = RECENT_SECONDS if now - self._heard_at < 1.0 else IDLE_SECONDS
+        if self._gated:
+            pause = min(pause, EVENT_SECONDS)
         for due in (self.producer.next_due(), self.consumer.next_due()):
             if due is not None:
                 pause = min(pause, max(due - now, 0.0))
@@ -309,6 +317,12 @@ class Loop:
 
 def _now() -> bool:
     return True
+
+
+def _looking(taken_seconds: float, bounds: tuple[float, float]) -> float:
+    """When to look again at something that has taken so long."""
+    shortest, longest = bounds
+    return min(max(LOOK_SHARE * taken_seconds, shortest), longest)
 
 
 def _single(encoder: Encoder, message: object) -> bytes:

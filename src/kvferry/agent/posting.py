@@ -40,6 +40,7 @@ class SliceSink(Protocol):
 class _Flight:
     handle: Handle
     peer: PeerName
+    since: float
 
 
 @dataclass(slots=True)
@@ -59,8 +60,14 @@ class Posts:
         """Peers that something is in flight to."""
         return {flight.peer for flight in self._flights.values()}
 
+    @property
+    def since(self) -> float:
+        """When the one that is in flight for longest was posted; there must be one."""
+        return next(iter(self._flights.values())).since
+
     def post(self, piece: PostSlice, plan: CopyPlan, clock: Callable[[], float]) -> PeerLostError | None:
         """Post a slice; tells the sink if it is refused or ends at once; returns the error of a lost peer."""
+        since = clock()
         try:
             runs = slice_runs(piece, plan)
             handle = self.transport.write(piece.peer, runs, self.encode(piece.notify))
@@ -74,7 +81,7 @@ class Posts:
         except GeometryError as error:
             self.sink.handle_slice_failed(piece.slice, str(error), clock(), retryable=False)
             return None
-        self._flights[piece.slice] = _Flight(handle, piece.peer)
+        self._flights[piece.slice] = _Flight(handle, piece.peer, since)
         self.stats.posted(runs.bytes, len(runs), early=piece.early)
         return self._look(piece.slice, clock)
 

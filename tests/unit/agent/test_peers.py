@@ -12,6 +12,7 @@ from kvferry.agent import links as links_module
 from kvferry.agent import loop as loop_module
 from kvferry.agent.directory import Directory
 from kvferry.agent.loop import Close, Inquired
+from kvferry.agent.mailbox import Gated
 from kvferry.errors import PeerError, PeerGoneError, TransportError
 from kvferry.ids import ConsumerId, EngineId, Incarnation, PeerName, TransferId, peer_name
 from kvferry.layout.spec import decode_spec, encode_spec
@@ -941,11 +942,19 @@ def test_a_step_says_how_long_it_may_be_left_alone() -> None:
     assert producer.loop.step() == loop_module.IDLE_SECONDS
     consumer.do(receive(transfer(1), "r", source_of(producer, 1), [20], BLOCK_TOKENS))
     world.run(0.01)
-    assert consumer.loop.step() == loop_module.EXPECT_SECONDS
+    shortest, longest = loop_module.EXPECT_SECONDS
+    assert shortest <= consumer.loop.step() < 0.05 * 0.01 < longest
+    world.clock.advance(0.1)
+    assert consumer.loop.step() == longest
     world.fabric.hold(producer.peer, consumer.peer, Traffic.POSTS)
     producer.do(*prefill(transfer(1), [3], BLOCK_TOKENS))
     world.until(producer.loop.producer.in_flight)
-    assert producer.loop.step() == loop_module.FLIGHT_SECONDS
+    shortest, longest = loop_module.FLIGHT_SECONDS
+    assert shortest <= producer.loop.step() < 2 * shortest
+    world.clock.advance(0.01)
+    assert producer.loop.step() == pytest.approx(0.05 * 0.01, rel=0.2)
+    world.clock.advance(0.1)
+    assert producer.loop.step() == longest
     world.fabric.release(producer.peer, consumer.peer, Traffic.POSTS)
     world.until(lambda: producer.of(Released))
     assert producer.loop.step() == loop_module.RECENT_SECONDS
@@ -953,6 +962,17 @@ def test_a_step_says_how_long_it_may_be_left_alone() -> None:
     producer.loop.step()
     world.clock.advance(world.limits.lease_seconds - 1e-5)
     assert 0.0 < producer.loop.step() < 2e-5, "the lease ends before the usual pause is over"
+
+
+def test_a_device_that_computes_is_looked_at_often_and_not_all_the_time() -> None:
+    world = World()
+    producer, consumer = pair(world)
+    consumer.do(receive(transfer(1), "r", source_of(producer, 1), [20], BLOCK_TOKENS))
+    expect, *rest = prefill(transfer(1), [3], BLOCK_TOKENS)
+    producer.do(expect, *(Gated(command, lambda: False) for command in rest))
+    world.run(0.5)
+    world.clock.advance(0.3)
+    assert producer.loop.step() == loop_module.EVENT_SECONDS
 
 
 def test_statistics_say_what_was_received_and_what_is_under_way() -> None:
