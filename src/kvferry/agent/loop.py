@@ -36,13 +36,13 @@ from kvferry.transport.base import Transport
 logger = logging.getLogger(__name__)
 
 LOOK_SHARE = 0.05
-"""What is waited for is looked at again after this share of the time that it has taken so far: it is seen late
-by so much at most, and what takes long is not looked at ten thousand times a second. Each look takes the
+"""What is waited for is looked at again after this share of the time it has taken so far: it is seen late
+by no more, and what takes long is not looked at ten thousand times a second. Each look takes the
 interpreter's lock, which the engine's thread needs, too."""
 FLIGHT_SECONDS = 0.0001, 0.001
-"""The shortest and the longest pause while something is in flight: its end is what the other side waits for."""
+"""Shortest and longest pause while something is in flight: its end is what the other side waits for."""
 EXPECT_SECONDS = 0.0002, 0.001
-"""The same while a transfer is under way and its next event may come from a peer, since a peer was heard."""
+"""The same while a transfer is under way and a peer may have its next event, from when a peer was heard."""
 EVENT_SECONDS = 0.0005
 """Pause while a device computes what is to be sent."""
 RECENT_SECONDS = 0.005

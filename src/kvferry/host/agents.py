@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 from kvferry.agent.agent import Agent
@@ -12,6 +13,16 @@ from kvferry.ids import PeerName
 from kvferry.layout.spec import CacheSpec
 from kvferry.transport.base import Transport
 from kvferry.transport.nixl import NixlTransport
+
+
+def share_interpreter(settings: Settings) -> None:
+    """Let no thread of this process hold the interpreter for longer than `switch_seconds` while others wait.
+
+    The agent's thread needs it for a moment between any two slices, and an engine's thread that computes in
+    Python gives it up only after Python's switch interval: 5 ms, in which two slices could travel.
+    """
+    if 0 < settings.switch_seconds < sys.getswitchinterval():
+        sys.setswitchinterval(settings.switch_seconds)
 
 
 def make_agent(

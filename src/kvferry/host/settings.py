@@ -49,6 +49,7 @@ class _Keys(msgspec.Struct, frozen=True, kw_only=True):
     backends: tuple[str, ...] = ("UCX",)
     num_threads: int = 4
     progress_thread: bool = False
+    switch_seconds: float = 0.0005
     retry_bound_seconds: float = 30.0
     allow_untested_nixl: bool = False
     waiting_blocks_share: float = 0.5
@@ -73,6 +74,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     backends: tuple[str, ...]
     num_threads: int
     progress_thread: bool
+    switch_seconds: float
+    """Python's switch interval in a rank's process, at most; 0 leaves what is set."""
     retry_bound_seconds: float
     """After so long the backend has given up on what it had accepted; it outlasts a permission by this."""
     allow_untested_nixl: bool
@@ -111,6 +114,7 @@ def read_settings(
         backends=keys.backends,
         num_threads=_least("num_threads", keys.num_threads, 0),
         progress_thread=keys.progress_thread,
+        switch_seconds=_least("switch_seconds", keys.switch_seconds, 0),
         retry_bound_seconds=_least("retry_bound_seconds", keys.retry_bound_seconds, 1),
         allow_untested_nixl=keys.allow_untested_nixl,
         waiting_blocks_share=_share("waiting_blocks_share", keys.waiting_blocks_share),

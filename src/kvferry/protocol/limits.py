@@ -54,7 +54,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """A lease is renewed for so long at most after prefill ended; then it ends, whoever still renews it."""
     slice_bytes: int = 64 << 20
     """Bytes per slice, at least one block."""
-    slice_runs: int = 4096
+    slice_runs: int = 16384
     """Descriptors per slice before merging, at least one block's. Blocks that follow each other on both sides
     count as one where they merge."""
     in_flight_per_peer: int = 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from random import Random
 from typing import Any
@@ -48,3 +49,21 @@ def test_the_transport_gets_the_settings_after_its_thread_was_prepared(
         "retry_bound_seconds": 7.0,
         "allow_untested": True,
     }
+
+
+@pytest.mark.parametrize(
+    ("extra", "before", "after"),
+    [
+        ({}, 0.005, 0.0005),
+        ({"switch_seconds": 0.002}, 0.005, 0.002),
+        ({"switch_seconds": 0}, 0.005, 0.005),
+        ({"switch_seconds": 0.002}, 0.001, 0.001),
+    ],
+)
+def test_the_interpreter_is_shared_in_short_turns(monkeypatch, extra, before, after) -> None:
+    """The engine's thread keeps the agent's waiting for half a millisecond, not for two slices' time."""
+    interval = [before]
+    monkeypatch.setattr(sys, "getswitchinterval", lambda: interval[0])
+    monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: interval.__setitem__(0, seconds))
+    agents.share_interpreter(read_settings(extra, environment={}))
+    assert interval == [pytest.approx(after)]

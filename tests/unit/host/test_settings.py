@@ -62,6 +62,7 @@ def test_durations_reach_the_limits():
         ({"waiting_blocks_share": 1.5}, ["waiting_blocks_share"]),
         ({"quarantine_share": -0.1}, ["quarantine_share"]),
         ({"num_threads": -1}, ["num_threads"]),
+        ({"switch_seconds": -0.001}, ["switch_seconds"]),
         ({"drain_seconds": -1}, ["drain_seconds"]),
         ({"backends": []}, ["backends", "UCX"]),
         ({"backends": "UCX"}, ["backends"]),
