@@ -20,7 +20,6 @@ from kvferry.connector.caches import Model, Tensor, describe_caches
 from kvferry.connector.facts import only_spec
 from kvferry.connector.launch import make_agent, recorder
 from kvferry.connector.metadata import Handshake
-from kvferry.host.agents import share_interpreter
 from kvferry.host.facts import EngineFacts
 from kvferry.host.settings import Settings
 from kvferry.host.worker import FerryWorker
@@ -60,7 +59,6 @@ class WorkerStart:
             block_count=facts.block_count,
         )
         identity = Identity(facts.engine, _shared_incarnation(), rank)
-        share_interpreter(settings)
         agent = make_agent(identity, caches.spec, settings)
         handshake = Handshake(
             engine=identity.engine,

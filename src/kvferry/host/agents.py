@@ -15,16 +15,6 @@ from kvferry.transport.base import Transport
 from kvferry.transport.nixl import NixlTransport
 
 
-def share_interpreter(settings: Settings) -> None:
-    """Let no thread of this process hold the interpreter for longer than `switch_seconds` while others wait.
-
-    The agent's thread needs it for a moment between any two slices, and an engine's thread that computes in
-    Python gives it up only after Python's switch interval: 5 ms, in which two slices could travel.
-    """
-    if 0 < settings.switch_seconds < sys.getswitchinterval():
-        sys.setswitchinterval(settings.switch_seconds)
-
-
 def make_agent(
     identity: Identity, cache: CacheSpec, settings: Settings, on_thread: Callable[[], None] | None = None
 ) -> Agent:
@@ -32,6 +22,7 @@ def make_agent(
 
     `on_thread` is called on the agent's thread before its transport is made there.
     """
+    _share_interpreter(settings)
 
     def make_transport(name: PeerName) -> Transport:
         if on_thread is not None:
@@ -49,3 +40,13 @@ def make_agent(
         secret=settings.side_channel_secret, deadline_seconds=settings.limits.handshake_seconds
     )
     return Agent(identity, cache, make_transport, settings.limits, resolver)
+
+
+def _share_interpreter(settings: Settings) -> None:
+    """Let no thread of this process hold the interpreter for longer than `switch_seconds` while others wait.
+
+    The agent's thread needs it for a moment between any two slices, and an engine's thread that computes in
+    Python gives it up only after Python's switch interval: 5 ms, in which two slices could travel.
+    """
+    if 0 < settings.switch_seconds < sys.getswitchinterval():
+        sys.setswitchinterval(settings.switch_seconds)

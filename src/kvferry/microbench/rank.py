@@ -18,7 +18,7 @@ from typing import TypeVar
 from kvferry.agent.directory import Directory, RankEntry
 from kvferry.agent.directory_server import DirectoryServer
 from kvferry.agent.links import Identity
-from kvferry.host.agents import make_agent, share_interpreter
+from kvferry.host.agents import make_agent
 from kvferry.host.settings import Settings
 from kvferry.host.worker import FerryWorker
 from kvferry.ids import EngineId, Incarnation, Rank
@@ -68,7 +68,6 @@ class HostedRank:
     def __init__(self, engine: str, cache: Cache, settings: Settings) -> None:
         self.identity = new_identity(engine)
         self.cache = cache
-        share_interpreter(settings)
         self.agent = make_agent(self.identity, cache.spec, settings)
         self.metadata = self.agent.start()
         self.worker = FerryWorker(self.agent, rank=0, block_tokens=BLOCK_TOKENS)

@@ -65,5 +65,9 @@ def test_the_interpreter_is_shared_in_short_turns(monkeypatch, extra, before, af
     interval = [before]
     monkeypatch.setattr(sys, "getswitchinterval", lambda: interval[0])
     monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: interval.__setitem__(0, seconds))
-    agents.share_interpreter(read_settings(extra, environment={}))
+    # Neither is used: the turns are those of the whole process.
+    monkeypatch.setattr(agents, "DirectoryClient", lambda **_: None)
+    monkeypatch.setattr(agents, "Agent", lambda *_: None)
+    [rank] = World().engine("P", 1)
+    agents.make_agent(rank.identity, rank.cache, read_settings(extra, environment={}))
     assert interval == [pytest.approx(after)]
