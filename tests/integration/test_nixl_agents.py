@@ -82,6 +82,35 @@ def test_chunks_are_pushed_over_nixl_and_a_restarted_producer_is_found_again() -
         assert consumer.close(WAIT_SECONDS)
 
 
+def test_blocks_are_read_over_nixl_and_flow_back() -> None:
+    """Pull, both directions: what D has of the turn before is read by P, then all of it by D."""
+    world, resolver = World(), DirectResolver()
+    [p] = world.engine("P", 1)
+    [d] = world.engine("D", 2, order="BLHNC")
+    prefill, decode = started(p, resolver, 1), started(d, resolver, 2)
+    size = p.cache.groups[0].block_bytes
+    try:
+        back, stop = TransferId("transfer-back"), 3 * BLOCK_TOKENS
+        for command in (Expect(back, stop), Advance(back, stop, 0, (to_spans([20, 31, 22]),)), Finish(back)):
+            decode.submit(command)
+        prefill.submit(receive(back, "r1", source_of(d, 2), [5, 9], stop, BLOCK_TOKENS, mode="pull"))
+        assert wait(prefill, Received) == Received(back, ConsumerId("r1"), 2 * size)
+        assert wait(decode, Released) == Released(back, "fetched")
+        assert (p.block(5), p.block(9)) == (d.block(31), d.block(22))
+        forth = TransferId("transfer-forth")
+        decode.submit(receive(forth, "r2", source_of(p, 1), [40, 41, 50], stop, mode="pull"))
+        prefill.submit(Expect(forth, stop))
+        prefill.submit(Advance(forth, stop, 0, (to_spans([7, 5, 9]),)))
+        prefill.submit(Finish(forth))
+        assert wait(decode, Received) == Received(forth, ConsumerId("r2"), 3 * size)
+        assert wait(prefill, Released) == Released(forth, "fetched")
+        for source, target in zip([7, 5, 9], [40, 41, 50], strict=True):
+            assert d.block(target) == p.block(source)
+    finally:
+        assert decode.close(WAIT_SECONDS)
+        assert prefill.close(WAIT_SECONDS)
+
+
 class Breaking(NixlTransport):
     """NIXL whose connections can be made to look broken from our end, while both processes live."""
 

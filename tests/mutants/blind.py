@@ -72,11 +72,11 @@ _EARLY_CANCEL_FORGOTTEN = Mutant(
     changes=(
         Edit(
             "kvferry.protocol.producer_peer:cancel",
-            "    delivery = _delivery(state, peer, message, now)\n",
+            "    delivery = delivery_of(state, peer, message, now)\n",
             "    if message.transfer not in state.rows:\n"
             "        state.outputs.append(Send(peer, fence))\n"
             "        return\n"
-            "    delivery = _delivery(state, peer, message, now)\n",
+            "    delivery = delivery_of(state, peer, message, now)\n",
         ),
     ),
     blind=True,

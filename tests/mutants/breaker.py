@@ -100,7 +100,7 @@ BREAKER: tuple[Mutant, ...] = (
         (
             Edit(
                 "kvferry.agent.peers:_needed",
-                old="producer.peers() | consumer.state.peers.keys()",
+                old="producer.peers() | consumer.peers()",
                 new="producer.peers()",
             ),
         ),
@@ -112,8 +112,8 @@ BREAKER: tuple[Mutant, ...] = (
         (
             Edit(
                 "kvferry.agent.peers:_needed",
-                old="producer.peers() | consumer.state.peers.keys()",
-                new="set(consumer.state.peers.keys())",
+                old="producer.peers() | consumer.peers()",
+                new="consumer.peers()",
             ),
         ),
     ),

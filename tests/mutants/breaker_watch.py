@@ -38,7 +38,7 @@ BREAKER_WATCH: Final[tuple[Mutant, ...]] = (
         changes=(
             Edit(
                 "kvferry.protocol.producer_host:reclaim",
-                "delivery.state is not DeliveryState.REGISTERED for delivery",
+                "delivery.state not in _WANTED | loans.READS for delivery",
                 "True for delivery",
             ),
         ),
@@ -79,7 +79,7 @@ BREAKER_WATCH: Final[tuple[Mutant, ...]] = (
         what="A producer keeps its blocks for three leases after the last sign of life.",
         changes=(
             Edit(
-                "kvferry.protocol.producer_peer:_keep_lease",
+                "kvferry.protocol.producer_peer:keep_lease",
                 "now + state.limits.lease_seconds",
                 "now + 3 * state.limits.lease_seconds",
             ),

@@ -134,7 +134,11 @@ CONSUMER_SIDE: tuple[Mutant, ...] = (
         "2",
         "a renewal permits the producer to write, and the consumer does not remember having sent it",
         (
-            Edit(f"{PEER}:renew", old="            fences.grant(state, part, now)\n", new=""),
+            Edit(
+                f"{PEER}:renew",
+                old='            if row.mode == "push":\n                fences.grant(state, part, now)\n',
+                new="",
+            ),
             Edit(
                 f"{PEER}:status",
                 old="fences.grant(state, part, now) is not None",

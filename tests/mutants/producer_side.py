@@ -276,7 +276,7 @@ ENDINGS: tuple[Mutant, ...] = (
         "who registers for a transfer that has been given up, or whose lease has ended, is not told so",
         (
             Edit(
-                f"{PEER}:_delivery",
+                f"{PEER}:delivery_of",
                 old="        if row.abandon_reason or row.expired:\n",
                 new="        if False:\n",
             ),
@@ -334,7 +334,7 @@ ENDINGS: tuple[Mutant, ...] = (
         "a lease ends so many seconds after the prefill, whatever its consumer says",
         (
             Edit(
-                f"{PEER}:_keep_lease",
+                f"{PEER}:keep_lease",
                 old="    if row.state is SourceState.HELD:\n",
                 new="    if False:\n",
             ),
@@ -347,7 +347,7 @@ ENDINGS: tuple[Mutant, ...] = (
         (
             Edit(
                 f"{HOST}:check_length",
-                old="delivery.state is DeliveryState.REGISTERED and row.tokens < delivery.stop",
+                old="delivery.state in _WANTED and row.tokens < delivery.stop",
                 new="False",
             ),
         ),

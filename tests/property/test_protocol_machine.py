@@ -1,4 +1,4 @@
-"""One or two producer ranks, two consumer engines, and everything that may happen between them, in any order.
+"""One or two producer ranks, two consumer engines, push and pull, and all that may happen, in any order.
 
 Goal: the promises of the protocol hold whatever the hosts ask for and the network does, and once faults stop
 everything ends. Method: hypothesis drives a `Pair`; a wire that is held has each message delivered, lost,
@@ -17,6 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvferry.handoff import TransferMode
 from kvferry.ids import PeerName, TransferId
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.reasons import CODES
@@ -46,7 +47,7 @@ LIFE = ("dispatch", "compute", "compute", "finish", "expect", "receive", "messag
 FAULTS = (
     *("finish_early", "abandon", "preempt", "preempt", "announce", "ask_too_much", "withdraw", "withdraw"),
     *("hold", "hold", "lost", "doubled", "overtaken", "refused", "failed", "unresolve", "wait"),
-    *("lose", "break_link", "break_link", "answer", "again", "kill"),
+    *("lose", "break_link", "break_link", "answer", "again", "kill", "take_back"),
 )
 Request = tuple[str, str, str]
 """Consumer engine, transfer, the engine's id of the request."""
@@ -165,6 +166,17 @@ class Protocol(RuleBasedStateMachine):
         if transfer is not None and self.pair.pool.free_count > 80:
             self.pair.preempt(transfer)
 
+    def _take_back(self, pick: int) -> None:
+        """The engine wants blocks that it holds for consumers, or takes them."""
+        held = [
+            transfer
+            for transfer, prefill in self.pair.prefills.items()
+            if prefill.ended and prefill.running and prefill.blocks
+        ]
+        if held and not self.pair.dead and self.pair.pool.free_count > 80:
+            take = self.pair.preempt if pick % 2 else self.pair.reclaim
+            take(held[pick // 2 % len(held)])
+
     # --- the consumer engines ----------------------------------------------------------------------
 
     def _announce(self, pick: int) -> None:
@@ -183,7 +195,8 @@ class Protocol(RuleBasedStateMachine):
         self.announced.discard(name)
         self.waiting.append(name)
         start = 4 * (pick // 4) if pick % 4 == 3 else 0
-        self.pair.receive(transfer, tokens + more, min(start, tokens - tokens % 4), child, at)
+        mode: TransferMode = "pull" if pick % 8 in (1, 3, 6) else "push"
+        self.pair.receive(transfer, tokens + more, min(start, tokens - tokens % 4), child, at, mode)
 
     def _ask_too_much(self, pick: int) -> None:
         self._receive(pick, more=1)

@@ -19,6 +19,8 @@ pytestmark = pytest.mark.timeout(120)
 """So long only where something hangs; a loaded machine is slow."""
 
 REPLAYS = Options(faults=frozenset({"replay", "abort"}))
+LATE_READS = Options(faults=frozenset({"late_read", "limits"}))
+LATE = ("late_read", "late_write")
 LATE_WRITES = Options(faults=frozenset({"late_write"}))
 SEEDS = range(25)
 
@@ -85,7 +87,7 @@ def test_an_aborted_leg_may_come_again_within_the_same_step() -> None:
 
 
 def test_nobody_replays_where_that_is_switched_off() -> None:
-    names = played(Options(faults=frozenset(FAULTS) - {"replay", "late_write", "post_late"}), range(10))
+    names = played(Options(faults=frozenset(FAULTS) - {"replay", *LATE, "post_late"}), range(10))
     assert all(len(times) == 1 for times in names.legs.values())
     assert "replay" not in names.struck
     assert "delay_post" not in names.struck
@@ -96,15 +98,27 @@ def test_late_writes_meet_an_abort_a_preemption_and_a_partition() -> None:
     assert {"delay_post", "stall", "abort", "preempt", "partition", "replay"} <= set(names.struck)
 
 
+def test_late_reads_meet_an_abort_a_sleep_and_a_partition() -> None:
+    """Some are seen to end when their source has been given back, which is why they do not count."""
+    names = played(LATE_READS)
+    struck = {"delay_post", "abort", "stall_agent", "partition", "message_late", "replay"}
+    assert struck <= set(names.struck)
+    (mutant,) = (one for one in MUTANTS if one.name == "late_read_is_used")
+    with mutant.apply():
+        outcomes = (simulate(seed, LATE_READS) for seed in range(100))
+        found = (violation.what for outcome in outcomes for violation in outcome.violations)
+        assert any("came after its source had been given back" in what for what in found)
+
+
 def test_a_planted_hang_is_one_finding_and_short_to_read() -> None:
     """Slices that are forgotten never end, and who waits for them renews until the history is over."""
     (mutant,) = (one for one in MUTANTS if one.name == "other_slices_forgotten")
     with mutant.apply():
-        for seed in range(20):
+        for seed in range(100):
             recorder, trace = Recorder(), TraceLines()
             outcome = simulate(seed, Options(), observers=(recorder, trace))
             hangs = [one for one in findings(outcome.violations) if one.violation.unfinished]
-            if hangs and len(trace.lines) > 3000:
+            if hangs and len(trace.lines) > 1000:
                 break
     (hang,) = hangs
     assert "owed since" in hang.violation.what

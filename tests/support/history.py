@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from kvferry.handoff import TransferMode
 from kvferry.ids import ConsumerId, EngineId, PeerName, TransferId
 from kvferry.layout.spans import to_spans
 from kvferry.protocol.codec import Encoder
@@ -54,6 +55,7 @@ class FakeOracle:
     delay_seconds: float = 0.2
     limits: Limits = field(default_factory=Limits)
     retry_bound_seconds: float = 5.0
+    block_tokens: int = 4
     clock_rate: float = 1.0
 
     def limits_of(self, rank: PeerName) -> Limits:
@@ -167,6 +169,17 @@ class History:
         """A rank posts a WRITE."""
         self.see(Posted(self._tick(), rank, to, handle, tuple(sources), tuple(targets)))
 
+    def read(
+        self,
+        handle: int,
+        sources: Sequence[int],
+        targets: Sequence[int],
+        rank: PeerName = D0,
+        source: PeerName = P0,
+    ) -> None:
+        """A rank posts a READ."""
+        self.see(Posted(self._tick(), rank, rank, handle, tuple(sources), tuple(targets), source))
+
     def land(self, handle: int, rank: PeerName = P0, to: PeerName = D0) -> None:
         """A piece of a WRITE lands."""
         self.see(Landed(self._tick(), rank, to, handle))
@@ -194,9 +207,15 @@ class History:
         self.see(Healed(self._tick(), deadline_seconds))
 
 
-def receive(blocks: Sequence[int], start: int = 0, stop: int = 8, consumer: ConsumerId = C) -> Receive:
+def receive(
+    blocks: Sequence[int],
+    start: int = 0,
+    stop: int = 8,
+    consumer: ConsumerId = C,
+    mode: TransferMode = "push",
+) -> Receive:
     """A destination in `blocks`."""
-    return Receive(T, consumer, SOURCE, start, stop, (to_spans(list(blocks)),))
+    return Receive(T, consumer, SOURCE, start, stop, (to_spans(list(blocks)),), mode)
 
 
 def advance(blocks: Sequence[int], frontier: int = 8, first_block: int = 0) -> Advance:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from kvferry.handoff import TransferMode
 from kvferry.ids import ConsumerId, EngineId, PeerName, TransferId
 from kvferry.protocol.commands import (
     Abandon,
@@ -37,10 +38,21 @@ from kvferry.protocol.commands import (
 )
 from kvferry.protocol.consumer import CONSUMER_MESSAGES, ConsumerCore
 from kvferry.protocol.limits import Limits
-from kvferry.protocol.messages import AnyMessage, Landed, Register, Renew, Status, Written
+from kvferry.protocol.messages import (
+    AnyMessage,
+    Cancel,
+    Fetched,
+    Landed,
+    Offer,
+    Register,
+    Renew,
+    Status,
+    Written,
+)
 from kvferry.protocol.outputs import Disconnect, Inquire, Link, PeerFacts, PostSlice, Resolve, Send
 from kvferry.protocol.producer import ProducerCore
 from tests.support.blocks import Memory, Pool, Token, spans
+from tests.support.loans import Loans
 
 SOURCE = Source(EngineId("prefill"), "127.0.0.1", 5600)
 Wire = tuple[PeerName, PeerName]
@@ -52,12 +64,26 @@ CLOCK_SECONDS = 5000.0
 
 @dataclass(slots=True)
 class Flight:
-    """A posted slice that has not ended; a doomed one can only fail, for its connection is gone."""
+    """A posted slice that has not ended; a doomed one can only fail, for its connection is gone.
 
-    producer: PeerName
+    The poster is the producer rank that writes, or the consumer rank that reads.
+    """
+
+    poster: PeerName
     piece: PostSlice
     posted_at: float
     doomed: bool = False
+
+    @property
+    def way(self) -> Wire:
+        """Producer rank and consumer rank."""
+        ends = (self.poster, self.piece.peer)
+        return ends[::-1] if self.piece.read else ends
+
+    @property
+    def name(self) -> ReceptionName:
+        """The reception that it is for."""
+        return (self.way[1], self.piece.transfer, self.piece.consumer)
 
 
 @dataclass(slots=True)
@@ -119,7 +145,8 @@ class Pair:
             PeerName(f"p{i}"): ProducerCore(self.limits, (block_tokens,)) for i in range(producers)
         }
         self.consumers = {
-            PeerName(f"d{i}"): ConsumerCore(self.limits, retry_bound_seconds) for i in range(consumers)
+            PeerName(f"d{i}"): ConsumerCore(self.limits, retry_bound_seconds, (block_tokens,))
+            for i in range(consumers)
         }
         self.wires: dict[Wire, deque[AnyMessage]] = {}
         for producer in self.producers:
@@ -160,6 +187,7 @@ class Pair:
         """Marks that each producer rank has made."""
         self.permits: dict[tuple[PeerName, ReceptionName, int], float] = {}
         """Until when a producer rank may post for an attempt, by its own clock."""
+        self.loans = Loans()
         self.trace: Callable[[str], None] = lambda line: None
         self.describe: Callable[[object], str] = repr
         self._ticket = 0
@@ -242,7 +270,15 @@ class Pair:
         self.run()
 
     def receive(
-        self, transfer: str, stop: int, start: int = 0, consumer: str = "c0", at: str = "d0"
+        self,
+        transfer: str,
+        stop: int,
+        start: int = 0,
+        consumer: str = "c0",
+        at: str = "d0",
+        mode: TransferMode = "push",
+        *,
+        patient: bool = True,
     ) -> Decode:
         """Allocate memory for tokens `[start, stop)` and wait for them."""
         name = (PeerName(at), TransferId(transfer), ConsumerId(consumer))
@@ -250,7 +286,7 @@ class Pair:
         blocks = self.pools[name[0]].take(count, name)
         self._spoil(name[0], blocks)
         decode = self.decodes[name] = Decode(start, stop, blocks)
-        command = Receive(name[1], name[2], SOURCE, start, stop, (spans(blocks),))
+        command = Receive(name[1], name[2], SOURCE, start, stop, (spans(blocks),), mode, patient)
         self.consumers[name[0]].handle_command(command, self.now)
         row = self.consumers[name[0]].state.rows.get(name[1:])
         decode.attempt = 0 if row is None else row.attempt
@@ -281,7 +317,10 @@ class Pair:
             self.torn.discard((producer, name))
             self.unlinked.discard((name, producer))
             core.handle_link(name, PeerFacts((self.block_tokens,), self.slice_tokens))
-        links = tuple(Link(producer, 1, (100,)) for producer in self.producers)
+        links = tuple(
+            Link(producer, 1, (100,), block_tokens=(self.block_tokens,), slice_tokens=self.slice_tokens)
+            for producer in self.producers
+        )
         self.consumers[name].handle_resolved(source, links, self.now)
         self.run()
 
@@ -361,6 +400,9 @@ class Pair:
         way = (PeerName(producer), PeerName(consumer))
         self.unlinked.add((way[1], way[0]))
         self.trace(f"{consumer}'s connection to {producer} breaks")
+        for flight in self.flights.values():
+            if flight.piece.read and flight.way == way:
+                flight.doomed = True
         self.consumers[way[1]].handle_link_broken(way[0], reason, self.now)
         self.run()
 
@@ -368,7 +410,7 @@ class Pair:
         """The producer engine's processes end, and the consumers' connections break."""
         self.dead = True
         self.trace("the producer engine dies")
-        self.flights.clear()
+        self.flights = {key: flight for key, flight in self.flights.items() if flight.piece.read}
         for wire in self._ways():
             self._tear(wire)
         for producer, consumer in self._ways():
@@ -379,7 +421,7 @@ class Pair:
         # Messages that were sent before may be read after it, for all that anybody knows.
         self.torn.add(wire)
         for flight in self.flights.values():
-            if (flight.producer, flight.piece.peer) == wire:
+            if flight.way == wire:
                 flight.doomed = True
 
     def _send(self, sender: PeerName, output: Send) -> None:
@@ -390,6 +432,8 @@ class Pair:
         if isinstance(output.message, Status) and output.message.mark is not None:
             assert output.message.mark <= self.clock(sender), "a mark of the future"
             self.marks[sender].add(output.message.mark)
+        if isinstance(output.message, Fetched | Cancel) and sender in self.consumers:
+            self._check_farewell(sender, output.peer, output.message)
         self.trace(f"{sender} -> {output.peer}: {self.describe(output.message)}{' (lost)' if lost else ''}")
         if not lost:
             self.wires[wire].append(output.message)
@@ -398,6 +442,8 @@ class Pair:
         sender, receiver = wire
         if receiver in self.consumers:
             assert type(message) in CONSUMER_MESSAGES
+            if isinstance(message, Offer | Status):
+                self.loans.heard(sender, receiver, message)
             self.consumers[receiver].handle_message(sender, message, self.now)
             return
         if self.dead:
@@ -450,15 +496,16 @@ class Pair:
     ) -> None:
         """End a slice without carrying out what follows."""
         flight = self.flights.pop(key)
-        core = self.producers[flight.producer]
+        core = self.consumers[flight.poster].reader if flight.piece.read else self.producers[flight.poster]
         if failure is None and not flight.doomed:
             self._land(flight)
-            self._send(flight.producer, Send(flight.piece.peer, flight.piece.notify))
-            core.handle_slice_done(flight.piece.slice, self.clock(flight.producer))
+            if flight.piece.notify is not None:
+                self._send(flight.poster, Send(flight.piece.peer, flight.piece.notify))
+            core.handle_slice_done(flight.piece.slice, self.clock(flight.poster))
             return
-        reason, now = failure or "remote disconnect", self.clock(flight.producer)
+        reason, now = failure or "remote disconnect", self.clock(flight.poster)
         core.handle_slice_failed(flight.piece.slice, reason, now, retryable=retry and not flight.doomed)
-        if flight.doomed and (flight.producer, flight.piece.peer) in self.torn:
+        if isinstance(core, ProducerCore) and flight.doomed and flight.way in self.torn:
             core.handle_peer_lost(flight.piece.peer, reason, now)
 
     def _post(self, producer: PeerName, piece: PostSlice) -> None:
@@ -485,24 +532,65 @@ class Pair:
         assert list(piece.source_blocks[0]) == held, "promise 1: posted from other blocks than its own"
         assert isinstance(piece.notify, Landed | Written)
         attempt = piece.notify.attempt
-        until = self.permits.get((flight.producer, name, attempt), -math.inf)
-        assert self.clock(flight.producer) < until, "promise 3.3.2: posted without a permission in force"
+        until = self.permits.get((flight.poster, name, attempt), -math.inf)
+        assert self.clock(flight.poster) < until, "promise 3.3.2: posted without a permission in force"
         assert attempt == decode.attempt, "promise 2: posted for an earlier reception under the same ids"
         assert source, "a slice has blocks"
         owners = {self.pools[piece.peer].owner.get(block) for block in target}
         assert owners == {name}, "promise 2: posted into blocks that were given back"
         assert target <= set(decode.blocks)
         for other in self.flights.values():
-            way = (other.producer, other.piece.peer)
-            if way == (flight.producer, piece.peer) and not other.doomed:
+            if other.way == flight.way and not other.doomed:
                 assert not target & set(other.piece.target_blocks[0]), "promise 4: two writes to one place"
 
+    def _post_read(self, consumer: PeerName, piece: PostSlice) -> None:
+        flight = Flight(consumer, piece, self.now)
+        self._check_read(flight)
+        self.posts.append(piece)
+        way = (piece.peer, consumer)
+        if way in self.torn or way[::-1] in self.unlinked:
+            self.trace(f"{consumer} cannot post {self.describe(piece)}")
+            core = self.consumers[consumer].reader
+            core.handle_slice_failed(piece.slice, "remote disconnect", self.now, retryable=False)
+            return
+        self.trace(f"{consumer} posts {self.describe(piece)}")
+        self.flights[consumer, piece.slice] = flight
+
+    def _check_read(self, flight: Flight) -> None:
+        piece, decode = flight.piece, self.decodes[flight.name]
+        target = set(piece.target_blocks[0])
+        assert target, "a slice has blocks"
+        assert self.loans.runs(flight.way[0], (*flight.name, decode.attempt), self.now), (
+            "promise 1: read without a promise that the source is kept"
+        )
+        owners = {self.pools[flight.poster].owner.get(block) for block in target}
+        assert owners == {flight.name}, "promise 2: read into blocks that were given back"
+        first = piece.start // self.block_tokens - decode.start // self.block_tokens
+        assert list(piece.target_blocks[0]) == decode.blocks[first : first + len(target)], (
+            "promise 5: read into other blocks than those of its tokens"
+        )
+        for other in self.flights.values():
+            if other.way == flight.way:
+                assert not target & set(other.piece.target_blocks[0]), "promise 4: two READs into one place"
+
+    def _check_farewell(self, consumer: PeerName, producer: PeerName, message: Fetched | Cancel) -> None:
+        """A reader that says it is silent is, and `Fetched` means every byte."""
+        name = (consumer, message.transfer, message.consumer)
+        decode = self.decodes.get(name)
+        if decode is None or decode.attempt != message.attempt:
+            return
+        for flight in self.flights.values():
+            reads = flight.piece.read and flight.way[0] == producer and flight.name == name
+            assert not reads, "promise 3: told to be silent with a READ in flight"
+        if isinstance(message, Fetched) and decode.result is None:
+            self._check_bytes(name, decode, decode.stop, (producer,))
+        self.loans.returned(producer, (*name, message.attempt))
+
     def _land(self, flight: Flight) -> None:
-        piece, size = flight.piece, self.block_tokens
-        source, target = self.source_memory[flight.producer], self.target_memory[flight.producer, piece.peer]
-        owner = (piece.peer, piece.transfer, piece.consumer)
+        piece, size, owner = flight.piece, self.block_tokens, flight.name
+        source, target = self.source_memory[flight.way[0]], self.target_memory[flight.way]
         for from_block, to_block in zip(piece.source_blocks[0], piece.target_blocks[0], strict=True):
-            assert self.pools[piece.peer].owner.get(to_block) == owner, (
+            assert self.pools[flight.way[1]].owner.get(to_block) == owner, (
                 "promise 2: landed on another's blocks"
             )
             for at in range(size):
@@ -560,7 +648,7 @@ class Pair:
                     self.trace(f"{name} disconnects {output.peer}: {output.reason}")
                     core.handle_peer_lost(output.peer, output.reason, self.clock(name))
                     for key, flight in list(self.flights.items()):
-                        if (flight.producer, flight.piece.peer) == (name, output.peer):
+                        if (flight.poster, flight.piece.peer) == (name, output.peer):
                             self.end_slice(key, "disconnected")
             while (result := core.poll_result()) is not None:
                 busy = True
@@ -571,6 +659,17 @@ class Pair:
 
     def _drain_consumer(self, name: PeerName) -> None:
         core = self.consumers[name]
+        busy = True
+        while busy:
+            self._carry_out(name, core)
+            while (result := core.poll_result()) is not None:
+                self._consumer_result(name, result)
+            piece = core.reader.next_slice(self.now)
+            busy = piece is not None
+            if piece is not None:
+                self._post_read(name, piece)
+
+    def _carry_out(self, name: PeerName, core: ConsumerCore) -> None:
         while (output := core.poll_output()) is not None:
             if isinstance(output, Send):
                 self._send(name, output)
@@ -585,8 +684,9 @@ class Pair:
                 self.trace(f"{name} disconnects {output.peer}: {output.reason}")
                 self._tear((output.peer, name))
                 core.handle_disconnected(output.peer, output.reason, self.now)
-        while (result := core.poll_result()) is not None:
-            self._consumer_result(name, result)
+                for key, flight in list(self.flights.items()):
+                    if (flight.poster, flight.piece.peer) == (name, output.peer):
+                        self.end_slice(key, "disconnected")
 
     def _producer_result(self, name: PeerName, result: Result) -> None:
         self.results.append((name, result))
@@ -614,7 +714,9 @@ class Pair:
 
     def _free_source(self, transfer: TransferId, blocks: list[int]) -> None:
         for flight in self.flights.values():
-            assert not set(blocks) & set(flight.piece.source_blocks[0]), "promise 3: freed under a write"
+            if not flight.piece.read:
+                assert not set(blocks) & set(flight.piece.source_blocks[0]), "promise 3: freed under a write"
+        assert not self.loans.running(blocks, self.now), "promise 3: freed under a reader's promise"
         self.pool.give_back(blocks, transfer)
         for memory in self.source_memory.values():
             memory.spoil(blocks)
@@ -633,16 +735,18 @@ class Pair:
             assert decode.result is None, "promise 6: a reception ends once"
             decode.result = result
             good = decode.stop if isinstance(result, Received) else result.valid_until
-            self._check_bytes(key, decode, good)
+            self._check_bytes(key, decode, good, self.producers)
         if not isinstance(result, ReceiveFailed) or result.fenced:
             decode.safe = True
             self._free_target(key, decode)
 
-    def _check_bytes(self, key: ReceptionName, decode: Decode, good: int) -> None:
+    def _check_bytes(
+        self, key: ReceptionName, decode: Decode, good: int, producers: Iterable[PeerName]
+    ) -> None:
         name, transfer, _ = key
         first = decode.start // self.block_tokens
         assert decode.start <= good <= decode.stop
-        for producer in self.producers:
+        for producer in producers:
             memory = self.target_memory[producer, name]
             for position in range(decode.start, good):
                 block = decode.blocks[position // self.block_tokens - first]
@@ -651,7 +755,7 @@ class Pair:
 
     def _free_target(self, key: ReceptionName, decode: Decode) -> None:
         for flight in self.flights.values():
-            if flight.piece.peer == key[0] and not flight.doomed:
+            if flight.way[1] == key[0] and (flight.piece.read or not flight.doomed):
                 overlap = set(decode.blocks) & set(flight.piece.target_blocks[0])
                 assert not overlap, "promise 2: freed under a write"
         self.pools[key[0]].give_back(decode.blocks, key)
@@ -677,6 +781,9 @@ class Pair:
             assert not producer.state.rows
             assert not producer.state.slices
             assert not producer.state.tickets
+            assert not producer.state.loans
         for consumer in self.consumers.values():
             assert not consumer.state.rows
             assert not consumer.state.peers
+            assert not consumer.state.reads
+            assert not consumer.state.turns

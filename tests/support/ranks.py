@@ -18,6 +18,7 @@ from kvferry.agent.loop import Incoming, Loop
 from kvferry.agent.mailbox import Mailbox
 from kvferry.agent.stats import Stats
 from kvferry.errors import PeerGoneError, TransportError
+from kvferry.handoff import TransferMode
 from kvferry.ids import ConsumerId, EngineId, Incarnation, PeerName, Rank, TransferId
 from kvferry.layout.describe import describe
 from kvferry.layout.spans import to_spans
@@ -273,6 +274,7 @@ def receive(
     blocks: Iterable[int],
     stop: int,
     start: int = 0,
+    mode: TransferMode = "push",
 ) -> Receive:
-    """A registration of `blocks` for tokens `[start, stop)`."""
-    return Receive(transfer, ConsumerId(consumer), source, start, stop, (to_spans(list(blocks)),))
+    """A destination of `blocks` for tokens `[start, stop)`."""
+    return Receive(transfer, ConsumerId(consumer), source, start, stop, (to_spans(list(blocks)),), mode)

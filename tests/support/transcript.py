@@ -13,17 +13,21 @@ from typing import Any
 
 import msgspec
 
+from kvferry.handoff import TransferMode
 from kvferry.ids import PeerName
 from kvferry.protocol.commands import BlocksSafe, Drained, Received, ReceiveFailed, Released
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.messages import (
     Cancel,
     Failed,
+    Fetch,
     Landed,
     Message,
+    Offer,
     Register,
     Renew,
     Status,
+    TransferStatus,
     Written,
 )
 from kvferry.protocol.outputs import PostSlice
@@ -106,9 +110,17 @@ class _Stage:
         self._world.announce(transfer, consumer, at)
 
     def _do_receive(
-        self, transfer: str, stop: int, start: int = 0, consumer: str = "c0", at: str = "d0"
+        self,
+        transfer: str,
+        stop: int,
+        start: int = 0,
+        consumer: str = "c0",
+        at: str = "d0",
+        mode: TransferMode = "push",
+        patient: int = 1,
     ) -> None:
-        blocks = self._world.receive(transfer, stop, start, consumer, at).blocks
+        pair = self._world
+        blocks = pair.receive(transfer, stop, start, consumer, at, mode, patient=bool(patient)).blocks
         self._lines.insert(0, f"  {at} allocates {blocks}")
 
     def _do_withdraw(
@@ -126,6 +138,16 @@ class _Stage:
         self, number: int, producer: str = "p0", reason: str = "post refused", retry: int = 0
     ) -> None:
         self._world.fail(number, producer, reason=reason, retry=bool(retry))
+
+    def _do_read(self, *numbers: int, at: str = "d0") -> None:
+        """READs end well, all in flight unless told which."""
+        pair = self._world
+        pair.complete(*(numbers or [number for who, number in pair.flights if who == at]), producer=at)
+
+    def _do_read_fail(
+        self, number: int, at: str = "d0", reason: str = "remote disconnect", retry: int = 0
+    ) -> None:
+        self._world.fail(number, at, reason=reason, retry=bool(retry))
 
     def _do_advance(self, seconds: str | int) -> None:
         """Time passes; each moment at which something happened is named."""
@@ -237,7 +259,7 @@ def _register(message: Register) -> str:
 
 def _renew(message: Renew) -> str:
     names = " ".join(_numbered(*key) for key in message.transfers)
-    return f"{names} {_permission(message)}"
+    return f"{names} {_permission(message)}" if message.asked is None else names
 
 
 def _permission(message: Register | Renew) -> str:
@@ -245,15 +267,27 @@ def _permission(message: Register | Renew) -> str:
 
 
 def _status(message: Status) -> str:
-    return ", ".join(f"{_name(s)} {s.state} {s.frontier}" for s in message.transfers)
+    return ", ".join(f"{_name(s)} {s.state} {s.frontier}{_kept(s)}" for s in message.transfers)
+
+
+def _kept(status: TransferStatus) -> str:
+    return f" kept for {status.keep_seconds:g} s" if status.keep_seconds else ""
 
 
 def _failed(message: Failed) -> str:
     return f"{_name(message)} valid until {message.valid_until}: {message.reason}"
 
 
+def _offer(message: Offer) -> str:
+    blocks = [first + at for first, count in message.groups[0] for at in range(count)]
+    return f"{_range(message)} in {blocks}, kept for {message.keep_seconds:g} s"
+
+
 def _post(piece: PostSlice) -> str:
     pairs = " ".join(f"{a}>{b}" for a, b in zip(piece.source_blocks[0], piece.target_blocks[0], strict=True))
+    if piece.notify is None:
+        what = f"{piece.transfer}/{piece.consumer} [{piece.start}, {piece.stop})"
+        return f"read {piece.slice} from {piece.peer}: {what} blocks {pairs}"
     notify = type(piece.notify).__name__
     what = f"{_name(piece.notify)} [{piece.start}, {piece.stop})"
     return f"slice {piece.slice} to {piece.peer}: {what} blocks {pairs} with {notify}"
@@ -270,6 +304,8 @@ def _receive_failed(result: ReceiveFailed) -> str:
 
 _DESCRIBE: dict[type, Callable[[Any], str]] = {
     Register: _register,
+    Fetch: _range,
+    Offer: _offer,
     Renew: _renew,
     Cancel: lambda m: f"{_name(m)}: {m.reason}",
     Landed: _range,

@@ -84,6 +84,8 @@ class Links:
     limits: Limits
     transport: Transport
     connections: Connections
+    _readable: dict[PeerName, CopyPlan] = field(default_factory=dict)
+    """How blocks of the producer ranks that we are connected to map to ours."""
     _writable: OrderedDict[PeerName, _Writable] = field(default_factory=OrderedDict)
 
     # --- as a consumer ---------------------------------------------------------------------------
@@ -112,8 +114,17 @@ class Links:
             if peer not in self.connections and not make_room():
                 raise PeerError(self._no_room())
             self._connect(peer, entry.metadata)
-            block_bytes = tuple(joint.bytes_per_block(group) for group in range(len(joint.groups)))
-            links.append(Link(peer, sharers(rank, consumer, producer), block_bytes, entry.ends_with_engine))
+            self._readable[peer] = joint
+            links.append(
+                Link(
+                    peer,
+                    sharers(rank, consumer, producer),
+                    tuple(joint.bytes_per_block(group) for group in range(len(joint.groups))),
+                    entry.ends_with_engine,
+                    tuple(group.block_tokens for group in theirs.groups),
+                    *self._slice_tokens(joint),
+                )
+            )
         return tuple(links)
 
     def hello(self) -> Hello:
@@ -167,6 +178,10 @@ class Links:
         """How our blocks map to those of a peer that we can write to."""
         return self._writable[peer].plan
 
+    def reading_plan(self, peer: PeerName) -> CopyPlan:
+        """How the blocks of a peer that we read from map to ours."""
+        return self._readable[peer]
+
     def is_linked(self, peer: PeerName) -> bool:
         """Whether we can write to a peer."""
         writable = self._writable.get(peer)
@@ -205,6 +220,7 @@ class Links:
             writable.linked = False
             self._writable.move_to_end(peer)
             self._trim()
+        self._readable.pop(peer, None)
         self.transport.disconnect(peer)
         self.connections.closed(peer)
 

@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from kvferry.agent.directory import Directory
 from kvferry.agent.idle import Connections
@@ -23,13 +24,14 @@ from kvferry.agent.posting import Posts
 from kvferry.agent.stats import Stats
 from kvferry.errors import PeerError, TransportError
 from kvferry.ids import PeerName
+from kvferry.layout.plan import CopyPlan
 from kvferry.layout.spec import CacheSpec
 from kvferry.protocol.codec import Decoder, Encoder
 from kvferry.protocol.commands import Command, Received, Result, Source
 from kvferry.protocol.consumer import CONSUMER_COMMANDS, CONSUMER_MESSAGES, ConsumerCore
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.messages import AnyMessage, Complaint, Hello, HelloRefused
-from kvferry.protocol.outputs import Disconnect, Inquire, Output, Resolve, Send
+from kvferry.protocol.outputs import Disconnect, Inquire, Output, PostSlice, Resolve, Send
 from kvferry.protocol.producer import PRODUCER_MESSAGES, ProducerCore
 from kvferry.transport.base import Transport
 
@@ -102,7 +104,7 @@ class Loop:
         block_tokens = tuple(group.block_tokens for group in cache.groups)
         encoder = Encoder(transport.notification_bytes_max)
         self.producer = ProducerCore(limits, block_tokens)
-        self.consumer = ConsumerCore(limits, transport.retry_bound_seconds)
+        self.consumer = ConsumerCore(limits, transport.retry_bound_seconds, block_tokens)
         self.stats = stats
         self._mail = Mail(transport, encoder, stats)
         self._decoder = Decoder(limits.message_bytes_max)
@@ -116,7 +118,9 @@ class Loop:
             clock,
             Parked(limits, lambda message: sum(map(len, encoder.encode(message)))),
         )
-        self._posts = Posts(transport, self.producer, stats, lambda message: _single(encoder, message))
+        encode = partial(_single, encoder)
+        self._writes = Posts(transport, self.producer, stats, encode)
+        self._reads = Posts(transport, self.consumer.reader, stats, encode)
         self._transport, self._resolver, self._clock = transport, resolver, clock
         self._inbox, self._outbox = inbox, outbox
         self._before_post = before_post
@@ -130,8 +134,8 @@ class Loop:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing is in flight and nothing waits to be sent."""
-        return not self._posts and not self._mail.waiting and not self._gated
+        """Whether nothing is in flight either way, nobody reads from us, and nothing waits to be sent."""
+        return not (self._writes or self._reads or self.producer.lent() or self._mail.waiting or self._gated)
 
     @property
     def closing(self) -> bool:
@@ -147,7 +151,8 @@ class Loop:
         # ended it would be taken for a new one.
         self._carry_out()
         self._receive()
-        self._peers.lose(self._posts.poll(self._clock))
+        self._peers.lose(self._writes.poll(self._clock))
+        self._peers.lose(self._reads.poll(self._clock))
         self._peers.lose(self._mail.retry())
         now = self._clock()
         self.producer.handle_timeout(now)
@@ -155,7 +160,7 @@ class Loop:
         self._carry_out()
         self._post()
         self._carry_out()
-        self._peers.leave(self._posts.peers)
+        self._peers.leave(lambda: self._writes.peers() | self._reads.peers())
         self._peers.rest()
         self.report()
         pause = self._pause()
@@ -274,14 +279,22 @@ class Loop:
         until = self._clock() + POSTING_SECONDS
         self._posts_on = False
         while not self._closing and (piece := self.producer.next_slice(self._clock())) is not None:
-            if self._before_post is not None:
-                self._before_post()
-            lost = self._posts.post(piece, self._peers.plan_for(piece.peer), self._clock)
-            if lost is not None:
-                self._peers.lose([(piece.peer, str(lost))])
+            self._post_one(self._writes, piece, self._peers.plan_for(piece.peer))
             if self._clock() >= until:
                 self._posts_on = True
                 return
+        while not self._closing and (piece := self.consumer.reader.next_slice(self._clock())) is not None:
+            self._post_one(self._reads, piece, self._peers.plan_for(piece.peer, read=True))
+            if self._clock() >= until:
+                self._posts_on = True
+                return
+
+    def _post_one(self, posts: Posts, piece: PostSlice, plan: CopyPlan) -> None:
+        if self._before_post is not None:
+            self._before_post()
+        lost = posts.post(piece, plan, self._clock)
+        if lost is not None:
+            self._peers.lose([(piece.peer, str(lost))])
 
     def report(self) -> None:
         """Hand over what the cores have to tell the engine."""
@@ -301,8 +314,9 @@ class Loop:
         now = self._clock()
         if self._posts_on:
             return 0.0
-        if self._posts:
-            pause = _looking(now - self._posts.since, FLIGHT_SECONDS)
+        if self._writes or self._reads:
+            since = min(posts.since for posts in (self._writes, self._reads) if posts)
+            pause = _looking(now - since, FLIGHT_SECONDS)
         elif self._mail.waiting or self.producer.expecting or self.consumer.expecting:
             pause = _looking(now - self._heard_at, EXPECT_SECONDS)
         else:

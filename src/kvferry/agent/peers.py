@@ -47,9 +47,9 @@ class Peers:
         """Whether we can write to a peer."""
         return self.links.is_linked(peer)
 
-    def plan_for(self, peer: PeerName) -> CopyPlan:
-        """How our blocks map to those of a linked peer."""
-        return self.links.plan_for(peer)
+    def plan_for(self, peer: PeerName, *, read: bool = False) -> CopyPlan:
+        """How our blocks map to those of a linked peer; or its blocks to ours, to be read."""
+        return self.links.reading_plan(peer) if read else self.links.plan_for(peer)
 
     def send(self, peer: PeerName, message: AnyMessage) -> None:
         """Send a message; a peer that turns out to be gone is dropped."""
@@ -245,4 +245,4 @@ class Peers:
 
 def _needed(producer: ProducerCore, consumer: ConsumerCore) -> set[PeerName]:
     """Peers that a transfer has to do with."""
-    return producer.peers() | consumer.state.peers.keys()
+    return producer.peers() | consumer.peers()

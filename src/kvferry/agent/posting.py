@@ -1,8 +1,9 @@
 """Slices in flight: turned into descriptors, posted, polled to their end at once, and released.
 
-Whoever posts a WRITE polls it to the end: the other side hears nothing before. Where the poster's own
-processor moves the bytes, a post has ended when it returns; looked at then, it lets the next slice follow
-without a pause, and the last one take all that is left. Belongs to the agent's thread.
+Whoever posts a WRITE polls it to the end: the other side hears nothing before. So does who posts a READ, and
+there is no other side to hear of it. Where the poster's own processor moves the bytes, a post has ended when
+it returns; looked at then, it lets the next slice follow without a pause, and the last one take all that is
+left. Belongs to the agent's thread.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kvferry.transport.base import Handle, PostState, Transport
 
 
 class SliceSink(Protocol):
-    """Who wants to know how slices end: the producer core."""
+    """Who wants to know how slices end: the producer core of WRITEs, a consumer core's reader of READs."""
 
     def handle_slice_done(self, number: int, now: float) -> None:
         """Every byte is in place."""
@@ -45,7 +46,7 @@ class _Flight:
 
 @dataclass(slots=True)
 class Posts:
-    """Every slice that was posted and has not ended."""
+    """Every slice that was posted for one sink and has not ended."""
 
     transport: Transport
     sink: SliceSink
@@ -70,7 +71,7 @@ class Posts:
         since = clock()
         try:
             runs = slice_runs(piece, plan)
-            handle = self.transport.write(piece.peer, runs, self.encode(piece.notify))
+            handle = self._start(piece, runs)
         except PeerLostError as error:
             self.sink.handle_slice_failed(piece.slice, because(PEER_LOST, error), clock(), retryable=False)
             return error
@@ -82,8 +83,13 @@ class Posts:
             self.sink.handle_slice_failed(piece.slice, str(error), clock(), retryable=False)
             return None
         self._flights[piece.slice] = _Flight(handle, piece.peer, since)
-        self.stats.posted(runs.bytes, len(runs), early=piece.early)
+        self.stats.posted(runs.bytes, len(runs), early=piece.early, read=piece.read)
         return self._look(piece.slice, clock)
+
+    def _start(self, piece: PostSlice, runs: Runs) -> Handle:
+        notify = None if piece.notify is None else self.encode(piece.notify)
+        post = self.transport.read if piece.read else self.transport.write
+        return post(piece.peer, runs, notify)
 
     def poll(self, clock: Callable[[], float]) -> list[tuple[PeerName, str]]:
         """Poll every slice; returns the peers that turned out to be gone."""

@@ -11,10 +11,13 @@ class Stats:
     """Written by the agent's thread only. All count from its start."""
 
     bytes_posted: int = 0
-    """Bytes of slices that were posted."""
+    """Bytes of slices that were posted to be written."""
     bytes_posted_early: int = 0
     """Those of them that were posted before their prefill had ended."""
+    bytes_read: int = 0
+    """Bytes of slices that were posted to be read."""
     posted_slices: int = 0
+    """Slices written and read, together."""
     posted_descriptors: int = 0
     posts_refused: int = 0
     bytes_received: int = 0
@@ -34,9 +37,12 @@ class Stats:
     moved: tuple[int, int] = (0, 0)
     """`bytes_posted` and `bytes_posted_early` of one moment; the same object while they stand still."""
 
-    def posted(self, count_bytes: int, descriptors: int, *, early: bool) -> None:
-        """A slice was posted."""
-        self.bytes_posted += count_bytes
+    def posted(self, count_bytes: int, descriptors: int, *, early: bool, read: bool = False) -> None:
+        """A slice was posted, to be written or to be read."""
+        if read:
+            self.bytes_read += count_bytes
+        else:
+            self.bytes_posted += count_bytes
         self.posted_slices += 1
         self.posted_descriptors += descriptors
         if early:

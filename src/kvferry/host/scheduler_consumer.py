@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.handoff import DecodeParams, paired_by_request_id
+from kvferry.handoff import DecodeParams, TransferMode, paired_by_request_id
 from kvferry.host.events import Quarantined, RankIndex, RequestId, Safe
 from kvferry.host.facts import EngineFacts
 from kvferry.host.pins import Pins
@@ -36,6 +36,7 @@ class _Receiving:
     transfer: TransferId
     consumer: ConsumerId
     source: Source
+    mode: TransferMode = "push"
     state: _State = _State.WAITING
     blocks: list[BlockId] = field(default_factory=list)
     finished: bool = False
@@ -74,6 +75,7 @@ class SchedulerConsumer:
             transfer=params.transfer or paired_by_request_id(request.request_id),
             consumer=ConsumerId(request.request_id),
             source=Source(source.engine, source.host, source.port, source.tp, source.pp, source.incarnation),
+            mode=params.mode or "push",
         )
         self._requests[request.request_id] = receiving
         self._commands.append(AnnounceCommand(receiving.transfer, receiving.consumer, receiving.source))
@@ -118,7 +120,13 @@ class SchedulerConsumer:
         self._receiving_count += 1
         self._commands.append(
             Receive(
-                receiving.transfer, receiving.consumer, receiving.source, start, stop, (to_spans(target),)
+                receiving.transfer,
+                receiving.consumer,
+                receiving.source,
+                start,
+                stop,
+                (to_spans(target),),
+                receiving.mode,
             )
         )
         return True

@@ -9,13 +9,15 @@ Producer life: `Expect` -> `Advance`* -> `Finish` (or `Abandon`) -> result `Rele
 
 Consumer life: `Announce`? -> (`Receive` | `Withdraw`). After `Receive` exactly one of `Received` and
 `ReceiveFailed` follows. When `ReceiveFailed.fenced` is False the destination blocks may still be written;
-`BlocksSafe` follows later, exactly once.
+`BlocksSafe` follows later, exactly once. Whether the KV is written (push) or read (pull) is up to each
+`Receive`; results are the same.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from kvferry.handoff import TransferMode
 from kvferry.ids import ConsumerId, EngineId, Incarnation, Span, TransferId
 
 Groups = tuple[tuple[Span, ...], ...]
@@ -109,7 +111,11 @@ class AnnounceCommand(Command, frozen=True):
 
 
 class Receive(Command, frozen=True):
-    """Destination memory for tokens `[start, stop)` is allocated. `groups` cover exactly that range."""
+    """Destination memory for tokens `[start, stop)` is allocated. `groups` cover exactly that range.
+
+    `mode` says who moves the bytes: `push` has the producer write them, with `pull` we read them. A reader
+    that is not `patient` knows that prefill has ended: a producer that does not know of it never will.
+    """
 
     transfer: TransferId
     consumer: ConsumerId
@@ -117,6 +123,8 @@ class Receive(Command, frozen=True):
     start: int
     stop: int
     groups: Groups
+    mode: TransferMode = "push"
+    patient: bool = True
 
 
 class Withdraw(Command, frozen=True):

@@ -1,17 +1,18 @@
 """The consumer core: what one rank knows of the transfers that it waits for, and what it does about them.
 
 Sans I/O. Feed it `handle_*`, each with `now` (monotonic seconds of this process, never going back); then
-drain `poll_output` and `poll_result` until each gives None; call `handle_timeout` when `next_due` has
-come, after all messages that have arrived by then. Belongs to one thread.
+drain `poll_output`, `poll_result` and `reader.next_slice` until each gives None; call `handle_timeout` when
+`next_due` has come, after all messages that have arrived by then. Belongs to one thread.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 from kvferry.ids import PeerName
-from kvferry.protocol import consumer_host, consumer_peer, fences
+from kvferry.protocol import consumer_host, consumer_peer, farewells, fences, reads
 from kvferry.protocol.commands import (
     AnnounceCommand,
     Command,
@@ -22,10 +23,10 @@ from kvferry.protocol.commands import (
     Withdraw,
 )
 from kvferry.protocol.limits import Limits
-from kvferry.protocol.messages import AnyMessage, Cancelled, Failed, Landed, Status, Written
+from kvferry.protocol.messages import AnyMessage, Cancelled, Failed, Landed, Offer, Status, Written
 from kvferry.protocol.outputs import Link, Output
 from kvferry.protocol.reasons import CLOSED
-from kvferry.protocol.receptions import ConsumerState
+from kvferry.protocol.receptions import ConsumerState, Reception, ReceptionKey
 from kvferry.protocol.states import PartState, ReceptionState
 
 _COMMANDS: dict[type[Command], Callable[[ConsumerState, Any, float], None]] = {
@@ -37,6 +38,7 @@ _COMMANDS: dict[type[Command], Callable[[ConsumerState, Any, float], None]] = {
 _MESSAGES: dict[type[AnyMessage], Callable[[ConsumerState, PeerName, Any, float], None]] = {
     Landed: consumer_peer.landed,
     Written: consumer_peer.written,
+    Offer: consumer_peer.offer,
     Failed: consumer_peer.failed,
     Cancelled: consumer_peer.cancelled,
     Status: consumer_peer.status,
@@ -46,10 +48,14 @@ CONSUMER_MESSAGES = frozenset(_MESSAGES)
 
 
 class ConsumerCore:
-    """One rank's consumer side. `retry_bound_seconds` is the transport's: see `fences`."""
+    """One rank's consumer side. `retry_bound_seconds` is the transport's: see `fences`.
 
-    def __init__(self, limits: Limits, retry_bound_seconds: float) -> None:
-        self.state = ConsumerState(limits, retry_bound_seconds)
+    `block_tokens[g]` is our own block size of cache group g in tokens.
+    """
+
+    def __init__(self, limits: Limits, retry_bound_seconds: float, block_tokens: tuple[int, ...]) -> None:
+        self.state = ConsumerState(limits, retry_bound_seconds, block_tokens)
+        self.reader = reads.Reader(self.state)
 
     # --- in ------------------------------------------------------------------------------------
 
@@ -100,6 +106,13 @@ class ConsumerCore:
 
     def handle_timeout(self, now: float) -> None:
         """Draw the consequences of every deadline at or before `now`."""
+        state = self.state
+        for number in state.read_timers.pop_due(now):
+            reads.overdue(state, number)
+        for key, peer in state.retry_timers.pop_due(now):
+            reads.retry(state, key, peer)
+        for farewell in state.farewell_timers.pop_due(now):
+            farewells.repeat(state, farewell, now)
         for kind, name in self.state.peer_timers.pop_due(now):
             if kind == "renew":
                 consumer_peer.renew(self.state, name, now)
@@ -119,7 +132,10 @@ class ConsumerCore:
 
     def next_due(self) -> float | None:
         """When `handle_timeout` must be called next."""
-        due = (self.state.peer_timers.next_due(), self.state.lapse_timers.next_due())
+        state = self.state
+        timers = (state.read_timers, state.retry_timers, state.farewell_timers)
+        due = [state.peer_timers.next_due(), state.lapse_timers.next_due()]
+        due += [one.next_due() for one in timers]
         return min((when for when in due if when is not None), default=None)
 
     def poll_output(self) -> Output | None:
@@ -136,6 +152,10 @@ class ConsumerCore:
     def expecting(self) -> bool:
         """Whether something may arrive soon, so that polling fast is worth it."""
         return bool(self.state.rows)
+
+    def peers(self) -> set[PeerName]:
+        """Peers that a reception waits for, or that have not answered our farewell."""
+        return self.state.peers.keys() | {key[0] for key in self.state.farewells}
 
     def states(self) -> dict[str, int]:
         """How many receptions are in which state."""
@@ -154,11 +174,42 @@ class ConsumerCore:
                 assert key in state.peers[name].receptions, "who is waited for is watched"
             if row.state in (ReceptionState.FAILING, ReceptionState.QUARANTINED):
                 assert row.open_parts(), "a fenced reception has ended"
-                assert key in state.lapse_timers, "quarantine has an end"
-                assert all(part.state is PartState.TOLD for part in row.open_parts())
+                _check_failing(state, row)
         for name, peer in state.peers.items():
             assert peer.receptions, "nobody is watched for nothing"
             assert ("renew", name) in state.peer_timers
             assert ("silence", name) in state.peer_timers
             for key in peer.receptions:
                 assert key in state.rows
+        _check_reads(state)
+
+
+def _check_failing(state: ConsumerState, row: Reception) -> None:
+    for part in row.open_parts():
+        if part.state is PartState.TOLD:
+            assert row.key in state.lapse_timers, "quarantine has an end"
+        else:
+            assert part.state is PartState.DRAINING, "who fails reads nothing more"
+            assert part.reading is not None
+            assert part.reading.in_flight, "what is silent has drained"
+
+
+def _check_reads(state: ConsumerState) -> None:
+    in_flight: dict[PeerName, int] = {}
+    ranges: dict[tuple[ReceptionKey, PeerName], list[tuple[int, int]]] = {}
+    for number, (key, peer) in state.reads.items():
+        part = (state.rows[key].parts or {})[peer]
+        assert part.state in (PartState.OFFERED, PartState.DRAINING), "what has ended is silent"
+        assert part.reading is not None
+        posted = part.reading.in_flight[number]
+        ranges.setdefault((key, peer), []).append((posted.start, posted.stop))
+        in_flight[peer] = in_flight.get(peer, 0) + 1
+    for found in ranges.values():
+        for before, after in itertools.pairwise(sorted(found)):
+            assert before[1] <= after[0], "no two reads into the same bytes are in flight"
+    for peer, turns in state.turns.items():
+        assert turns.ready or turns.in_flight, "nobody takes turns for nothing"
+        assert turns.in_flight == in_flight.get(peer, 0) <= state.limits.in_flight_per_peer
+    assert in_flight.keys() <= state.turns.keys()
+    for farewell in state.farewells:
+        assert farewell in state.farewell_timers, "a farewell has an end"

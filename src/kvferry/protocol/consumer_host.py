@@ -62,6 +62,7 @@ def receive(state: ConsumerState, command: Receive, now: float) -> None:
         row = state.open_row(command.transfer, command.consumer, command.source)
     row.state = RECEPTION.next(row.state, ReceptionEvent.RECEIVE)
     row.start, row.stop, row.groups = command.start, command.stop, command.groups
+    row.mode, row.patient = command.mode, command.patient
     row.block_count = tuple(sum(count for _, count in spans) for spans in command.groups)
     row.waiting_since = now
     if row.reason:
@@ -96,7 +97,7 @@ def withdraw(state: ConsumerState, command: Withdraw, now: float) -> None:
     elif row.state is not ReceptionState.ANNOUNCED:
         return
     elif row.parts is not None:
-        fences.withdraw(state, row)
+        fences.withdraw(state, row, now)
     elif not _is_looked_for(state, row):
         # Its producer fell silent meanwhile; it may be another incarnation that has to be told.
         _connect(state, row, now)

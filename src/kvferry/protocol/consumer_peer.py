@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
+from kvferry.errors import PeerError
 from kvferry.ids import ConsumerId, PeerName, TransferId
-from kvferry.protocol import fences
-from kvferry.protocol.messages import Cancelled, Failed, Landed, Renew, Status, Written
+from kvferry.protocol import farewells, fences, reads
+from kvferry.protocol.messages import Cancelled, Failed, Landed, Offer, Renew, Status, Written
 from kvferry.protocol.outputs import Inquire, Send
 from kvferry.protocol.reasons import (
     DETAIL_CHARACTERS_MAX,
@@ -19,7 +20,7 @@ from kvferry.protocol.reasons import (
     coded,
 )
 from kvferry.protocol.receptions import ConsumerState, Part, Peer, Reception
-from kvferry.protocol.states import PART, PartEvent, PartState, ReceptionState
+from kvferry.protocol.states import PART, PART_READ, PartEvent, PartState, ReceptionState
 
 Renewed = tuple[TransferId, ConsumerId, int]
 """Transfer, consumer and attempt of a registration that is renewed."""
@@ -39,6 +40,8 @@ def landed(state: ConsumerState, name: PeerName, message: Landed, now: float) ->
     found = _find(state, name, message, now)
     if found is not None:
         row, part = found
+        if row.mode == "pull":
+            raise PeerError("landed is not possible where we read ourselves")
         part.landed.add(max(message.start, row.start), min(message.stop, row.stop))
 
 
@@ -63,6 +66,13 @@ def written(state: ConsumerState, name: PeerName, message: Written, now: float) 
     fences.check(state, row, now)
 
 
+def offer(state: ConsumerState, name: PeerName, message: Offer, now: float) -> None:
+    """Pull: this rank lends us its blocks."""
+    found = _find(state, name, message, now)
+    if found is not None:
+        reads.offered(state, *found, message, now)
+
+
 def failed(state: ConsumerState, name: PeerName, message: Failed, now: float) -> None:
     """This rank will write no more, and writes nothing now."""
     found = _find(state, name, message, now)
@@ -72,19 +82,22 @@ def failed(state: ConsumerState, name: PeerName, message: Failed, now: float) ->
     if part.state is PartState.TOLD:
         part.valid_until = message.valid_until
     part.state = PART.next(part.state, PartEvent.FAILED)
-    if part.state is PartState.FAILED:
+    if part.state in (PartState.FAILED, PartState.DRAINING):
         _fail(state, row, message.reason[:DETAIL_CHARACTERS_MAX] or OTHER, now)
     fences.check(state, row, now)
 
 
 def cancelled(state: ConsumerState, name: PeerName, message: Cancelled, now: float) -> None:
-    """The fence."""
+    """The fence, or the answer to our own."""
+    farewell = (name, message.transfer, message.consumer, message.attempt)
+    if farewells.answered(state, farewell):
+        return
     found = _find(state, name, message, now)
     if found is None:
         return
     row, part = found
     part.state = PART.next(part.state, PartEvent.CANCELLED)
-    if row.state in _UNENDED and part.state is PartState.CANCELLED:
+    if row.state in _UNENDED and part.state in (PartState.CANCELLED, PartState.DRAINING):
         _fail(state, row, because(MALFORMED, "cancelled without being asked"), now)
     fences.check(state, row, now)
 
@@ -104,7 +117,9 @@ def status(state: ConsumerState, name: PeerName, message: Status, now: float) ->
         part.heard_at, part.stands, part.frontier = now, entry.state, entry.frontier
         if row.state is not ReceptionState.WAITING:
             continue
-        if entry.state != "unknown":
+        if row.mode == "pull":
+            reads.stands(state, row, part, entry, message.asked, now)
+        elif entry.state != "unknown":
             if _is_idle(state, part, now) and fences.grant(state, part, now) is not None:
                 wanted.append((*row.key, row.attempt))
         elif now >= row.waiting_since + state.limits.unknown_seconds:
@@ -127,6 +142,7 @@ def _send_renewal(state: ConsumerState, name: PeerName, wanted: list[Renewed], n
             transfers=tuple(wanted),
             write_seconds=state.limits.write_seconds,
             mark=None if mark is None else mark.value,
+            asked=now if any(state.rows[key[:2]].mode == "pull" for key in wanted) else None,
         )
         state.outputs.append(Send(name, message))
 
@@ -155,7 +171,8 @@ def _inquire(state: ConsumerState, name: PeerName, now: float) -> None:
         return
     for key in sorted(peer.receptions):
         row = state.rows[key]
-        if not (row.parts or {})[name].ended:
+        part = (row.parts or {})[name]
+        if not part.ended and part.state not in PART_READ:
             peer.asked, peer.asked_at = True, now
             state.outputs.append(Inquire(name, row.source))
             return
@@ -199,7 +216,9 @@ def peer_silenced(state: ConsumerState, name: PeerName, reason: str, now: float)
         if row.state is ReceptionState.ANNOUNCED:
             fences.part_ways(state, row)
             continue
-        if not part.ended:
+        if part.state in PART_READ:
+            _fail(state, row, coded(PEER_LOST, reason), now)
+        elif not part.ended:
             part.state = PART.next(part.state, PartEvent.LOST)
             _fail(state, row, coded(PEER_LOST, reason), now)
         fences.check(state, row, now)
@@ -295,7 +314,8 @@ def renew(state: ConsumerState, name: PeerName, now: float) -> None:
         else:
             wanted.append((*key, row.attempt))
             # Granted to an announced one too: read late, the renewal permits a registration that overtook it.
-            fences.grant(state, part, now)
+            if row.mode == "push":
+                fences.grant(state, part, now)
     _send_renewal(state, name, wanted, now)
     if peer.broken:
         _inquire(state, name, now)
@@ -309,7 +329,7 @@ def _fail(state: ConsumerState, row: Reception, reason: str, now: float) -> None
 
 
 def _find(
-    state: ConsumerState, name: PeerName, message: Landed | Written | Failed | Cancelled, now: float
+    state: ConsumerState, name: PeerName, message: Landed | Written | Offer | Failed | Cancelled, now: float
 ) -> tuple[Reception, Part] | None:
     row = state.rows.get((message.transfer, message.consumer))
     part = None if row is None else (row.parts or {}).get(name)

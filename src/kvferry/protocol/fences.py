@@ -5,17 +5,29 @@ part (`Written`, `Failed`, `Cancelled`), or is proven dead, or when the last per
 transport's retry bound has passed after it, for a write that was accepted just in time. A permission
 repeats a mark of the producer's own, so that it ends by the producer's clock before it does by ours, however
 late it is read. The connection is torn down then, so that a later post fails. Silence alone frees nothing.
+
+A part that we read is its own fence, see `farewells`.
 """
 
 from __future__ import annotations
 
 from kvferry.ids import PeerName
+from kvferry.protocol import farewells
 from kvferry.protocol.commands import BlocksSafe, Received, ReceiveFailed
-from kvferry.protocol.messages import Announce, Cancel, Register
+from kvferry.protocol.messages import Announce, Register
 from kvferry.protocol.outputs import Disconnect, Link, Send
-from kvferry.protocol.reasons import CANCELLED, PEER_SILENT, because
+from kvferry.protocol.reasons import PEER_SILENT, because
 from kvferry.protocol.receptions import ConsumerState, Part, Peer, Reception
-from kvferry.protocol.states import PART, RECEPTION, PartEvent, PartState, ReceptionEvent, ReceptionState
+from kvferry.protocol.states import (
+    PART,
+    PART_COMPLETE,
+    PART_READ,
+    RECEPTION,
+    PartEvent,
+    PartState,
+    ReceptionEvent,
+    ReceptionState,
+)
 
 CLOCK_DRIFT_MAX = 0.01
 """By so much of a duration two machines' clocks may differ in how fast they run."""
@@ -28,7 +40,7 @@ def join(state: ConsumerState, row: Reception, links: tuple[Link, ...], now: flo
     for link in links:
         _watch(state, link.peer, row, now)
     if row.withdrawn:
-        withdraw(state, row)
+        withdraw(state, row, now)
     elif row.state is ReceptionState.WAITING:
         tell(state, row, now)
     else:
@@ -37,9 +49,9 @@ def join(state: ConsumerState, row: Reception, links: tuple[Link, ...], now: flo
             state.outputs.append(Send(peer, announce))
 
 
-def withdraw(state: ConsumerState, row: Reception) -> None:
+def withdraw(state: ConsumerState, row: Reception, now: float) -> None:
     """End a reception that never told anyone of its blocks; its producer's lease ends by the `Cancel`."""
-    _cancel_parts(state, row)
+    _cancel_parts(state, row, now)
     drop(state, row)
 
 
@@ -51,6 +63,9 @@ def tell(state: ConsumerState, row: Reception, now: float) -> None:
 
 def tell_part(state: ConsumerState, row: Reception, part: Part, now: float) -> None:
     """Send the registration to one producer rank, again if need be: repeating it does no harm."""
+    if row.mode == "pull":
+        farewells.ask(state, row, part, now)
+        return
     part.state = PART.next(part.state, PartEvent.TELL)
     register = Register(
         transfer=row.transfer,
@@ -82,16 +97,20 @@ def fail(state: ConsumerState, row: Reception, reason: str, now: float) -> None:
     row.state = RECEPTION.next(row.state, ReceptionEvent.FAIL)
     if before is not ReceptionState.WAITING:
         return
-    _cancel_parts(state, row)
-    granted = [part.granted_at for part in row.open_parts() if part.granted_at is not None]
+    _cancel_parts(state, row, now)
+    told = [part for part in row.open_parts() if part.state is PartState.TOLD]
+    granted = [part.granted_at for part in told if part.granted_at is not None]
     if granted:
         bound = (state.limits.write_seconds + state.retry_bound_seconds) * (1 + CLOCK_DRIFT_MAX)
         state.lapse_timers.set(row.key, max(granted) + bound)
     check(state, row, now)
 
 
-def _cancel_parts(state: ConsumerState, row: Reception) -> None:
+def _cancel_parts(state: ConsumerState, row: Reception, now: float) -> None:
     for part in row.open_parts():
+        if part.state in PART_READ:
+            farewells.stop(state, row, part, now)
+            continue
         ask_for_fence(state, row, part)
         if part.state is PartState.UNTOLD or part.granted_at is None:
             # It was never permitted to write to our blocks, so there is nothing to wait for.
@@ -99,21 +118,15 @@ def _cancel_parts(state: ConsumerState, row: Reception) -> None:
 
 
 def ask_for_fence(state: ConsumerState, row: Reception, part: Part) -> None:
-    """Tell a rank to stop; repeating it does no harm."""
-    cancel = Cancel(
-        transfer=row.transfer,
-        consumer=row.consumer,
-        attempt=row.attempt,
-        reason=row.reason or CANCELLED,
-        sharers=part.link.sharers,
-    )
-    state.outputs.append(Send(part.link.peer, cancel))
+    """Tell a rank to stop; repeating it does no harm. One that we read has nothing to be asked."""
+    if part.state not in PART_READ:
+        state.outputs.append(Send(part.link.peer, farewells.cancel_of(row, part)))
 
 
 def check(state: ConsumerState, row: Reception, now: float) -> None:
     """Draw the consequences of a part's end."""
     if row.state is ReceptionState.WAITING:
-        if row.parts and all(part.state is PartState.WRITTEN for part in row.parts.values()):
+        if row.parts and all(part.state in PART_COMPLETE for part in row.parts.values()):
             row.state = RECEPTION.next(row.state, ReceptionEvent.COMPLETE)
             state.results.append(Received(row.transfer, row.consumer, _bytes(row)))
             _end(state, row)
@@ -129,7 +142,7 @@ def check(state: ConsumerState, row: Reception, now: float) -> None:
             _report(state, row, fenced=True)
         _end(state, row)
     elif row.state is ReceptionState.FAILING and any(
-        is_silent(state, part.link.peer, now) or is_unanswered(state, part, now) for part in row.open_parts()
+        _is_stuck(state, part, now) for part in row.open_parts()
     ):
         row.state = RECEPTION.next(row.state, ReceptionEvent.GIVE_UP)
         _report(state, row, fenced=False)
@@ -210,6 +223,12 @@ def is_silent(state: ConsumerState, name: PeerName, now: float) -> bool:
 def is_unanswered(state: ConsumerState, part: Part, now: float) -> bool:
     """Whether a rank says nothing of this reception, whatever else it says: it may not know our link."""
     return now - part.heard_at >= state.limits.silence_seconds
+
+
+def _is_stuck(state: ConsumerState, part: Part, now: float) -> bool:
+    """Whether the host shall not wait longer for a part. Our own READs end without their peer's help."""
+    silent = part.state not in PART_READ and is_silent(state, part.link.peer, now)
+    return silent or is_unanswered(state, part, now)
 
 
 def lapse(state: ConsumerState, row: Reception, now: float) -> None:

@@ -6,7 +6,8 @@ was about and to no other, whatever ids a client or a router uses again.
 
 A *mark* is a producer rank's own note of when it spoke (its `Status`). The consumer repeats the newest one
 that it has with each grant of permission, and only its maker reads it: a permission ends `write_seconds`
-after its mark was made, however late the grant arrives or is read.
+after its mark was made, however late the grant arrives or is read. `asked` is the same the other way round:
+a consumer rank's note of when it asked, which the producer repeats with each promise to keep what is read.
 
 All are frozen and tagged; `codec` is the only place where they become bytes. New fields get defaults and
 types never change, so that protocol version N reads N-1. Durations travel in seconds, never clock readings.
@@ -92,6 +93,21 @@ class Register(Message, frozen=True, tag="register"):
     attempt: int = 1
 
 
+class Fetch(Message, frozen=True, tag="fetch"):
+    """Pull: I want to read tokens `[start, stop)`; answer with `Offer` when you hold them.
+
+    `asked` is the consumer rank's own mark; `start` and `sharers` are as for `Register`.
+    """
+
+    transfer: TransferId
+    consumer: ConsumerId
+    start: int
+    stop: int
+    asked: float
+    sharers: int = 1
+    attempt: int = 1
+
+
 class Renew(Message, frozen=True, tag="renew"):
     """I still want these; the write permission starts anew. One per peer and interval."""
 
@@ -99,10 +115,15 @@ class Renew(Message, frozen=True, tag="renew"):
     """Transfer, consumer and attempt of each."""
     write_seconds: float
     mark: float | None = None
+    asked: float | None = None
+    """The consumer rank's own mark, for those of them that it reads."""
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
-    """Stop, and answer `Cancelled` when you are silent. Also sent by a consumer that needs nothing."""
+    """Stop, and answer `Cancelled` when you are silent. Also sent by a consumer that needs nothing.
+
+    From one that was offered something to read it is the fence: it reads nothing and will not.
+    """
 
     transfer: TransferId
     consumer: ConsumerId
@@ -112,7 +133,7 @@ class Cancel(Message, frozen=True, tag="cancel"):
 
 
 class Fetched(Message, frozen=True, tag="fetched"):
-    """Pull mode: I have read everything, release the lease."""
+    """Pull: I have read everything, let go of it and answer `Cancelled`."""
 
     transfer: TransferId
     consumer: ConsumerId
@@ -146,8 +167,28 @@ class Written(Message, frozen=True, tag="written"):
     attempt: int = 1
 
 
+class Offer(Message, frozen=True, tag="offer"):
+    """Pull: tokens `[start, stop)` are in these blocks, which are kept until `keep_seconds` after `asked`.
+
+    `groups[g]` are the spans of the producer's blocks of cache group g which cover that range; `asked` is the
+    newest that the consumer has sent.
+    """
+
+    transfer: TransferId
+    consumer: ConsumerId
+    start: int
+    stop: int
+    groups: tuple[tuple[Span, ...], ...]
+    asked: float
+    keep_seconds: float
+    attempt: int = 1
+
+
 class Failed(Message, frozen=True, tag="failed"):
-    """No more will come, and no write is in flight; tokens before `valid_until` are good."""
+    """No more will come, and no write is in flight; tokens before `valid_until` are good.
+
+    Pull: read no more, and say `Cancel` when nothing is in flight.
+    """
 
     transfer: TransferId
     consumer: ConsumerId
@@ -165,13 +206,17 @@ class Cancelled(Message, frozen=True, tag="cancelled"):
 
 
 class TransferStatus(msgspec.Struct, frozen=True, array_like=True):
-    """`state` is one of unknown, queued, computing, writing, held; `frontier` in tokens."""
+    """`state` is one of unknown, queued, computing, writing, held; `frontier` in tokens.
+
+    `keep_seconds`: what was offered to be read is kept until so long after `Status.asked`.
+    """
 
     transfer: TransferId
     consumer: ConsumerId
     state: str
     frontier: int
     attempt: int = 1
+    keep_seconds: float = 0.0
 
 
 class Status(Message, frozen=True, tag="status"):
@@ -182,6 +227,8 @@ class Status(Message, frozen=True, tag="status"):
 
     transfers: tuple[TransferStatus, ...]
     mark: float | None = None
+    asked: float | None = None
+    """What the `Renew` said that this answers."""
 
 
 AnyMessage = (
@@ -190,11 +237,13 @@ AnyMessage = (
     | Complaint
     | Announce
     | Register
+    | Fetch
     | Renew
     | Cancel
     | Fetched
     | Landed
     | Written
+    | Offer
     | Failed
     | Cancelled
     | Status

@@ -53,7 +53,7 @@ class Inquire(Output, frozen=True):
 
 
 class PostSlice(Output, frozen=True):
-    """Write tokens `[start, stop)`; `notify` travels with it. Blocks are one array per cache group.
+    """Write tokens `[start, stop)`, and `notify` travels with them; or read them. One array per cache group.
 
     `source_blocks[g]` and `target_blocks[g]` cover the range in their own engine's block size.
     `early` says that prefill had not ended when it was posted.
@@ -67,8 +67,9 @@ class PostSlice(Output, frozen=True):
     stop: int
     source_blocks: tuple[BlockArray, ...]
     target_blocks: tuple[BlockArray, ...]
-    notify: AnyMessage
+    notify: AnyMessage | None
     early: bool
+    read: bool = False
 
 
 class Link(msgspec.Struct, frozen=True):
@@ -83,6 +84,12 @@ class Link(msgspec.Struct, frozen=True):
     block_bytes: tuple[int, ...]
     ends_with_engine: bool = True
     """Whether its engine's end proves that it ends too, within `Limits.orphan_seconds`."""
+    block_tokens: tuple[int, ...] = ()
+    """Its block size of each cache group in tokens."""
+    slice_tokens: int = 1
+    """The most tokens of one slice that we read from it."""
+    joined_tokens: int = 0
+    """The same where its blocks follow each other on both sides, as in `PeerFacts`."""
 
 
 class PeerFacts(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvferry.errors import PeerError
 from kvferry.ids import PeerName
-from kvferry.protocol import producer_host, producer_peer, pump, settle
+from kvferry.protocol import loans, producer_host, producer_peer, pump, readers, settle
 from kvferry.protocol.commands import (
     Abandon,
     Advance,
@@ -25,10 +25,10 @@ from kvferry.protocol.commands import (
     Result,
 )
 from kvferry.protocol.limits import ID_CHARACTERS_MAX, Limits
-from kvferry.protocol.messages import Announce, AnyMessage, Cancel, Fetched, Register, Renew
+from kvferry.protocol.messages import Announce, AnyMessage, Cancel, Fetch, Fetched, Register, Renew
 from kvferry.protocol.outputs import Output, PeerFacts, PostSlice
 from kvferry.protocol.reasons import CLOSED, LEASE_EXPIRED, UNKNOWN
-from kvferry.protocol.sources import Lane, ProducerState
+from kvferry.protocol.sources import Lane, ProducerState, SourceRow
 from kvferry.protocol.states import DeliveryState, SourceState
 
 _COMMANDS: dict[type[Command], Callable[[ProducerState, Any, float], None]] = {
@@ -44,7 +44,8 @@ _MESSAGES: dict[type[AnyMessage], Callable[[ProducerState, PeerName, Any, float]
     Register: producer_peer.register,
     Renew: producer_peer.renew,
     Cancel: producer_peer.cancel,
-    Fetched: producer_peer.fetched,
+    Fetch: readers.fetch,
+    Fetched: readers.fetched,
 }
 PRODUCER_COMMANDS = frozenset(_COMMANDS)
 PRODUCER_MESSAGES = frozenset(_MESSAGES)
@@ -169,6 +170,10 @@ class ProducerCore:
         """Slices that have been given out and have not ended."""
         return len(self.state.slices)
 
+    def lent(self) -> int:
+        """Loans whose readers have not come back."""
+        return len(self.state.loans)
+
     def states(self) -> dict[str, int]:
         """How many transfers are in which state."""
         found: dict[str, int] = {}
@@ -190,6 +195,7 @@ class ProducerCore:
                 assert ("unknown", transfer) in state.timers, "nobody is waited for without an end"
             if row.state is SourceState.HELD and not row.expired:
                 assert ("lease", transfer) in state.timers, "a lease has an end"
+            _check_loans(state, row)
             for key, delivery in row.deliveries.items():
                 assert delivery.key == key
                 assert not (delivery.ended and delivery.in_flight), "an ended delivery is silent"
@@ -212,4 +218,14 @@ class ProducerCore:
             assert lane.in_flight <= state.limits.in_flight_per_peer
         for waiting in state.tickets.values():
             assert waiting, "an empty ticket is answered at once"
-            assert waiting <= state.slices.keys(), "a ticket waits only for what is in flight"
+            held = state.slices.keys() | state.loans
+            assert waiting <= held, "a ticket waits only for what is in flight or lent"
+
+
+def _check_loans(state: ProducerState, row: SourceRow) -> None:
+    for delivery in row.deliveries.values():
+        assert (delivery.loan in state.loans) is (delivery.state in loans.LOANS)
+        if delivery.state is DeliveryState.LENT:
+            assert row.state is SourceState.HELD, "only what does not change is lent"
+        if delivery.state in loans.LOANS:
+            assert ("lease", row.transfer) in state.timers, "a loan has an end"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from kvferry.ids import TransferId
-from kvferry.protocol import pump, settle
+from kvferry.protocol import loans, pump, settle
 from kvferry.protocol.commands import (
     Abandon,
     Advance,
@@ -17,8 +17,12 @@ from kvferry.protocol.commands import (
     Released,
 )
 from kvferry.protocol.reasons import ABANDONED, INCOMPLETE, TABLE_FULL, TOO_SHORT, because
-from kvferry.protocol.sources import Delivery, ProducerState, SourceRow, expanded
+from kvferry.protocol.slices import expanded
+from kvferry.protocol.sources import Delivery, ProducerState, SourceRow
 from kvferry.protocol.states import SOURCE, DeliveryEvent, DeliveryState, SourceEvent, SourceState
+
+_WANTED = frozenset({DeliveryState.REGISTERED, DeliveryState.ASKED})
+"""Its consumer has memory for it, and has been given nothing yet."""
 
 
 def expect(state: ProducerState, command: Expect, now: float) -> None:
@@ -58,7 +62,7 @@ def _owe_release(state: ProducerState, transfer: TransferId) -> None:
 
 def check_length(state: ProducerState, row: SourceRow, delivery: Delivery) -> None:
     """Having less than the consumer asks for is a failure, not a shorter write."""
-    if delivery.state is DeliveryState.REGISTERED and row.tokens < delivery.stop:
+    if delivery.state in _WANTED and row.tokens < delivery.stop:
         reason = because(TOO_SHORT, f"asked for {delivery.stop} tokens, the prompt has {row.tokens}")
         settle.stop(state, delivery, DeliveryEvent.STOP, DeliveryEvent.DRAINED_FAILED, reason)
 
@@ -100,6 +104,7 @@ def finish(state: ProducerState, command: Finish, now: float) -> None:
     row.held_until = now + max(state.limits.held_seconds, state.limits.lease_seconds)
     row.lease_until = max(row.lease_until, now + state.limits.lease_seconds)
     state.timers.set(("lease", row.transfer), row.lease_until)
+    loans.offer_all(state, row)
     settle.settle(state, row, now)
 
 
@@ -118,7 +123,7 @@ def reclaim(state: ProducerState, command: Reclaim, now: float) -> None:
     row = _admitted(state, command.transfer)
     if row is None or row.state is not SourceState.HELD:
         return
-    if all(delivery.state is not DeliveryState.REGISTERED for delivery in row.open_deliveries()):
+    if all(delivery.state not in _WANTED | loans.READS for delivery in row.open_deliveries()):
         _give_up(state, row, command.reason, now)
 
 
@@ -157,6 +162,8 @@ def preempt(state: ProducerState, command: Preempt, now: float) -> None:
         row.paused = True
         for delivery in row.deliveries.values():
             waiting.update(delivery.in_flight)
+            if delivery.loan is not None:
+                waiting.add(delivery.loan)
     if waiting:
         state.tickets[command.ticket] = waiting
     else:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 from kvferry.ids import PeerName, TransferId
-from kvferry.protocol import pump, settle
+from kvferry.protocol import loans, pump, settle
 from kvferry.protocol.messages import (
     Announce,
     AnyMessage,
     Cancel,
     Cancelled,
     Failed,
-    Fetched,
+    Fetch,
     Register,
     Renew,
     Status,
@@ -31,6 +33,7 @@ from kvferry.protocol.reasons import (
     code_of,
     coded,
 )
+from kvferry.protocol.slices import blocks_covering, expanded
 from kvferry.protocol.sources import (
     Delivery,
     DeliveryKey,
@@ -38,8 +41,6 @@ from kvferry.protocol.sources import (
     ProducerState,
     SourceRow,
     Tombstone,
-    blocks_covering,
-    expanded,
 )
 from kvferry.protocol.states import DELIVERY, DeliveryEvent, DeliveryState, SourceState
 
@@ -49,21 +50,21 @@ FORGOTTEN = "it is older than what was answered and forgotten"
 
 def announce(state: ProducerState, peer: PeerName, message: Announce, now: float) -> None:
     """A consumer waits for memory: keep the lease."""
-    delivery = _delivery(state, peer, message, now)
+    delivery = delivery_of(state, peer, message, now)
     if delivery is None:
         return
-    _keep_lease(state, message.transfer, now)
-    _send_status(state, delivery, now)
+    keep_lease(state, message.transfer, now)
+    send_status(state, delivery, now)
 
 
 def register(state: ProducerState, peer: PeerName, message: Register, now: float) -> None:
     """A consumer's destination is allocated."""
-    problem = _malformed(state, state.lanes[peer], message) or _conflict(state, peer, message)
+    problem = _malformed(state, state.lanes[peer], message) or conflict(state, peer, message)
     if problem:
         state.count("malformed")
-        _refuse(state, peer, message, because(MALFORMED, problem), now)
+        refuse(state, peer, message, because(MALFORMED, problem), now)
         return
-    delivery = _delivery(state, peer, message, now)
+    delivery = delivery_of(state, peer, message, now)
     if delivery is None:
         return
     if delivery.ended and delivery.answer is not None:
@@ -72,17 +73,17 @@ def register(state: ProducerState, peer: PeerName, message: Register, now: float
     fresh = delivery.state is DeliveryState.ANNOUNCED
     if fresh and (problem := _too_many_blocks(state, peer, message)):
         state.count("table_full")
-        _refuse(state, peer, message, because(TABLE_FULL, problem), now)
+        refuse(state, peer, message, because(TABLE_FULL, problem), now)
         return
     delivery.state = DELIVERY.next(delivery.state, DeliveryEvent.REGISTER)
-    _keep_lease(state, message.transfer, now)
+    keep_lease(state, message.transfer, now)
     _permit(state, delivery, message, now)
     if fresh:
         delivery.sharers = message.sharers
         delivery.start, delivery.stop = message.start, message.stop
         delivery.next_token = message.start
         state.hold_blocks(delivery, tuple(expanded(spans) for spans in message.groups))
-        delivery.registration = _digest(message)
+        delivery.registration = digest(message)
         pump.stand_behind(state, delivery, now)
     row = state.rows[message.transfer]
     if row.state is not SourceState.UNKNOWN:
@@ -93,7 +94,7 @@ def register(state: ProducerState, peer: PeerName, message: Register, now: float
         state.outputs.append(Send(peer, delivery.answer))
     elif delivery.state is DeliveryState.REGISTERED and delivery.permission_until <= now:
         # It has no mark of ours that is worth anything: give it one to renew with.
-        _send_status(state, delivery, now)
+        send_status(state, delivery, now)
     pump.wake(state, delivery)
     settle.settle(state, row, now)
 
@@ -111,15 +112,29 @@ def renew(state: ProducerState, peer: PeerName, message: Renew, now: float) -> N
         if answer is not None:
             state.outputs.append(Send(peer, answer))
         elif row is not None:
-            _keep_lease(state, transfer, now)
+            keep_lease(state, transfer, now)
         if delivery is None or delivery.state is DeliveryState.ANNOUNCED:
             # Whoever waits for our writes has to register (again): we have not heard of its blocks.
             states.append(TransferStatus(transfer, consumer, "unknown", 0, attempt))
             continue
         _permit(state, delivery, message, now)
         pump.wake(state, delivery)
-        states.append(_status(state, delivery))
-    state.outputs.append(Send(peer, Status(transfers=tuple(states), mark=now)))
+        _serve_reader(state, delivery, message.asked, now)
+        states.append(_status(state, delivery, now))
+    status = Status(transfers=tuple(states), mark=now, asked=message.asked)
+    state.outputs.append(Send(peer, status))
+
+
+def _serve_reader(state: ProducerState, delivery: Delivery, asked: float | None, now: float) -> None:
+    """What a renewal may bring a reader: a newer promise, or what it could not be told before."""
+    if delivery.state not in loans.READS:
+        return
+    if asked is not None and math.isfinite(asked):
+        loans.note_asked(delivery, asked, now)
+    if delivery.state is DeliveryState.RECALLED:
+        loans.recall(state, delivery)
+    elif delivery.state is DeliveryState.ASKED:
+        loans.offer(state, state.rows[delivery.transfer], delivery)
 
 
 def _permit(state: ProducerState, delivery: Delivery, message: Register | Renew, now: float) -> None:
@@ -132,8 +147,9 @@ def _permit(state: ProducerState, delivery: Delivery, message: Register | Renew,
         delivery.permission_until = max(delivery.permission_until, message.mark + seconds)
 
 
-def _send_status(state: ProducerState, delivery: Delivery, now: float) -> None:
-    state.outputs.append(Send(delivery.peer, Status(transfers=(_status(state, delivery),), mark=now)))
+def send_status(state: ProducerState, delivery: Delivery, now: float) -> None:
+    """Tell a consumer how its transfer stands, with a mark."""
+    state.outputs.append(Send(delivery.peer, Status(transfers=(_status(state, delivery, now),), mark=now)))
 
 
 def cancel(state: ProducerState, peer: PeerName, message: Cancel, now: float) -> None:
@@ -145,7 +161,7 @@ def cancel(state: ProducerState, peer: PeerName, message: Cancel, now: float) ->
         settle.bury(state, message.transfer, tombstone, now)
         state.outputs.append(Send(peer, fence))
         return
-    delivery = _delivery(state, peer, message, now)
+    delivery = delivery_of(state, peer, message, now)
     if delivery is None:
         return
     delivery.sharers = message.sharers
@@ -153,6 +169,9 @@ def cancel(state: ProducerState, peer: PeerName, message: Cancel, now: float) ->
         # From now on its blocks may be another request's: never again say that they are written.
         delivery.answer = fence
         state.outputs.append(Send(peer, fence))
+        return
+    if delivery.state in loans.LOANS:
+        settle.returned(state, state.rows[message.transfer], delivery, DeliveryEvent.CANCEL, fence, now)
         return
     settle.stop(
         state,
@@ -164,26 +183,16 @@ def cancel(state: ProducerState, peer: PeerName, message: Cancel, now: float) ->
     settle.settle(state, state.rows[message.transfer], now)
 
 
-def fetched(state: ProducerState, peer: PeerName, message: Fetched, now: float) -> None:
-    """Pull mode: a consumer has read everything."""
-    if message.transfer not in state.rows:
-        state.count("late_message")
-        return
-    delivery = _delivery(state, peer, message, now)
-    if delivery is None:
-        return
-    delivery.sharers = message.sharers
-    delivery.state = DELIVERY.next(delivery.state, DeliveryEvent.FETCHED)
-    settle.settle(state, state.rows[message.transfer], now)
-
-
 def peer_lost(state: ProducerState, peer: PeerName, reason: str, now: float) -> None:
-    """The connection to a consumer rank is gone: its deliveries end as soon as nothing is in flight."""
+    """The connection to a consumer rank is gone: its deliveries end as soon as nothing is in flight.
+
+    But a reader has a connection of its own: what is lent to it stays so until it returns or the lease ends.
+    """
     state.lanes.pop(peer, None)
     for row in list(state.rows.values()):
         touched = False
         for delivery in row.open_deliveries():
-            if delivery.peer == peer:
+            if delivery.peer == peer and delivery.state not in loans.LOANS:
                 touched = True
                 settle.stop(
                     state,
@@ -196,8 +205,8 @@ def peer_lost(state: ProducerState, peer: PeerName, reason: str, now: float) -> 
             settle.settle(state, row, now)
 
 
-def _delivery(
-    state: ProducerState, peer: PeerName, message: Announce | Register | Cancel | Fetched, now: float
+def delivery_of(
+    state: ProducerState, peer: PeerName, message: Announce | Register | Fetch | Cancel, now: float
 ) -> Delivery | None:
     """The delivery that a message is about, made when it is the first; None when it was answered instead."""
     if _was_forgotten(state, peer, message):
@@ -238,7 +247,7 @@ def _delivery(
 
 
 def _was_forgotten(
-    state: ProducerState, peer: PeerName, message: Announce | Register | Cancel | Fetched
+    state: ProducerState, peer: PeerName, message: Announce | Register | Fetch | Cancel
 ) -> bool:
     """Answer what may have had its end told already, with nobody here to know: nothing of it is in flight."""
     if not state.may_be_forgotten(message.transfer, _key(peer, message)):
@@ -260,7 +269,7 @@ def _no_room(state: ProducerState, *, full: bool) -> str | None:
 def _answer_late(
     state: ProducerState,
     peer: PeerName,
-    message: Announce | Register | Cancel | Fetched,
+    message: Announce | Register | Fetch | Cancel,
     tombstone: Tombstone,
     now: float,
 ) -> None:
@@ -281,7 +290,7 @@ def _too_late(tombstone: Tombstone) -> str:
 def _deny(
     state: ProducerState,
     peer: PeerName,
-    message: Announce | Register | Cancel | Fetched,
+    message: Announce | Register | Fetch | Cancel,
     reason: str,
     now: float,
 ) -> None:
@@ -337,26 +346,28 @@ def _ended_answer(
     return late
 
 
-def _keep_lease(state: ProducerState, transfer: TransferId, now: float) -> None:
+def keep_lease(state: ProducerState, transfer: TransferId, now: float) -> None:
+    """A consumer has given a sign of life."""
     row = state.rows[transfer]
     row.lease_until = min(now + state.limits.lease_seconds, row.held_until)
     if row.state is SourceState.HELD:
         state.timers.set(("lease", transfer), row.lease_until)
 
 
-def _status(state: ProducerState, delivery: Delivery) -> TransferStatus:
+def _status(state: ProducerState, delivery: Delivery, now: float) -> TransferStatus:
     row = state.rows[delivery.transfer]
     writing = any(d.in_flight for d in row.deliveries.values() if d.consumer == delivery.consumer)
     name = "writing" if writing else row.state.value
-    return TransferStatus(delivery.transfer, delivery.consumer, name, row.frontier, delivery.attempt)
+    keep_seconds = loans.keep_seconds(row, delivery, now)
+    return TransferStatus(
+        delivery.transfer, delivery.consumer, name, row.frontier, delivery.attempt, keep_seconds
+    )
 
 
-def _denial(
-    peer: PeerName, message: Announce | Register | Cancel | Fetched, reason: str
-) -> Failed | Cancelled:
+def _denial(peer: PeerName, message: Announce | Register | Fetch | Cancel, reason: str) -> Failed | Cancelled:
     if isinstance(message, Cancel):
         return _fence(message)
-    start = message.start if isinstance(message, Register) else 0
+    start = message.start if isinstance(message, Register | Fetch) else 0
     return _failed(message.transfer, _key(peer, message), reason, start)
 
 
@@ -371,11 +382,11 @@ def _fence(message: Cancel) -> Cancelled:
     return Cancelled(transfer=message.transfer, consumer=message.consumer, attempt=message.attempt)
 
 
-def _key(peer: PeerName, message: Announce | Register | Cancel | Fetched) -> DeliveryKey:
+def _key(peer: PeerName, message: Announce | Register | Fetch | Cancel) -> DeliveryKey:
     return (peer, message.consumer, message.attempt)
 
 
-def _refuse(state: ProducerState, peer: PeerName, message: Register, reason: str, now: float) -> None:
+def refuse(state: ProducerState, peer: PeerName, message: Register | Fetch, reason: str, now: float) -> None:
     """Fail a registration; one that already stands under its name drains first, for `Failed` is a fence."""
     row = state.rows.get(message.transfer)
     delivery = None if row is None else row.deliveries.get(_key(peer, message))
@@ -386,11 +397,13 @@ def _refuse(state: ProducerState, peer: PeerName, message: Register, reason: str
     settle.settle(state, row, now)
 
 
-def _digest(message: Register) -> int:
-    return hash((message.start, message.stop, message.groups))
+def digest(message: Register | Fetch) -> int:
+    """What a registration says, so that another one under its name is noticed."""
+    groups = message.groups if isinstance(message, Register) else None
+    return hash((message.start, message.stop, groups))
 
 
-def _conflict(state: ProducerState, peer: PeerName, message: Register) -> str:
+def conflict(state: ProducerState, peer: PeerName, message: Register | Fetch) -> str:
     """Whether other blocks were registered under the same name before."""
     key = _key(peer, message)
     row, tombstone = state.rows.get(message.transfer), state.tombstones.get(message.transfer)
@@ -399,7 +412,7 @@ def _conflict(state: ProducerState, peer: PeerName, message: Register) -> str:
         known = row.deliveries[key].registration
     elif row is None and tombstone is not None:
         known = tombstone.registrations.get(key)
-    return "registered before, with other blocks" if known not in (None, _digest(message)) else ""
+    return "registered before, with other blocks" if known not in (None, digest(message)) else ""
 
 
 def _too_many_blocks(state: ProducerState, peer: PeerName, message: Register) -> str:

@@ -8,14 +8,14 @@ nothing is scanned while nothing changes, however many transfers wait.
 from __future__ import annotations
 
 import math
-from array import array
 
 from kvferry.ids import PeerName
 from kvferry.protocol import settle
 from kvferry.protocol.messages import Landed, Written
 from kvferry.protocol.outputs import BlockArray, Disconnect, PostSlice
 from kvferry.protocol.reasons import POST_FAILED, coded
-from kvferry.protocol.sources import Delivery, Lane, Posted, ProducerState, SourceRow, blocks_covering
+from kvferry.protocol.slices import Posted, blocks_covering, cut_blocks, is_one_run
+from kvferry.protocol.sources import Delivery, Lane, ProducerState, SourceRow
 from kvferry.protocol.states import DELIVERY, DeliveryEvent, DeliveryState, SourceState
 
 _POSTING = frozenset({SourceState.COMPUTING, SourceState.HELD})
@@ -72,13 +72,7 @@ def _slice_tokens(state: ProducerState, row: SourceRow, delivery: Delivery, lane
         return facts.slice_tokens
     longer = Posted(delivery.next_token, stop, 0)
     cuts = (*_source_blocks(state, row, longer), *_target_blocks(lane, delivery, longer))
-    return facts.joined_tokens if all(map(_is_one_run, cuts)) else facts.slice_tokens
-
-
-def _is_one_run(blocks: BlockArray) -> bool:
-    first, last = blocks[0], blocks[-1]
-    # The ends tell nearly all; only where they fit each block is looked at.
-    return last - first == len(blocks) - 1 and blocks == array("q", range(first, last + 1))
+    return facts.joined_tokens if all(map(is_one_run, cuts)) else facts.slice_tokens
 
 
 def stand_behind(state: ProducerState, delivery: Delivery, now: float) -> None:
@@ -172,12 +166,8 @@ def _source_blocks(state: ProducerState, row: SourceRow, posted: Posted) -> tupl
 
 
 def _target_blocks(lane: Lane, delivery: Delivery, posted: Posted) -> tuple[BlockArray, ...]:
-    cuts = []
-    for blocks, tokens in zip(delivery.target_blocks, lane.facts.block_tokens, strict=True):
-        first, past = blocks_covering(posted.start, posted.stop, tokens)
-        base = delivery.start // tokens
-        cuts.append(blocks[first - base : past - base])
-    return tuple(cuts)
+    tokens = lane.facts.block_tokens
+    return cut_blocks(delivery.target_blocks, tokens, delivery.start, posted.start, posted.stop)
 
 
 def slice_ended(state: ProducerState, number: int, now: float, failure: str | None, *, retry: bool) -> None:

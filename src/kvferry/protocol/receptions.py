@@ -10,19 +10,54 @@ import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
+from kvferry.handoff import TransferMode
 from kvferry.ids import ConsumerId, PeerName, TransferId
 from kvferry.protocol.commands import Groups, Result, Source
 from kvferry.protocol.limits import Limits
-from kvferry.protocol.outputs import Link, Output
+from kvferry.protocol.messages import Cancel, Fetched
+from kvferry.protocol.outputs import BlockArray, Link, Output
 from kvferry.protocol.ranges import Ranges
-from kvferry.protocol.states import PART_ENDED, PartState, ReceptionState
+from kvferry.protocol.slices import Posted
+from kvferry.protocol.states import PART_COMPLETE, PART_ENDED, PartState, ReceptionState
 from kvferry.protocol.timers import Timers
 
 ReceptionKey = tuple[TransferId, ConsumerId]
+FarewellKey = tuple[PeerName, TransferId, ConsumerId, int]
+"""Producer rank, transfer, consumer and attempt."""
 SOURCES_MAX = 1024
 """Producer engines whose links are remembered while nothing is received from them."""
 MARKS_MAX = 4096
 """Producer ranks whose newest mark is remembered; beyond it the longest unheard one is forgotten."""
+
+
+@dataclass(slots=True)
+class Reading:
+    """What was offered to be read, and how far reading is. `next_token` was never posted."""
+
+    source_blocks: tuple[BlockArray, ...]
+    target_blocks: tuple[BlockArray, ...]
+    stop: int
+    next_token: int
+    offered_at: float = 0.0
+    """By our clock; a renewal that is younger finds the loan, or it has ended there."""
+    in_flight: dict[int, Posted] = field(default_factory=dict)
+    retries: deque[Posted] = field(default_factory=deque)
+    retry_at: float = 0.0
+
+    def next_range(self, slice_tokens: int, grain: int) -> Posted | None:
+        """The next tokens to read, None when there are no more.
+
+        `grain` is the block size in tokens in which both sides can be cut.
+        """
+        if self.retries:
+            return self.retries.popleft()
+        # Every slice but the last ends on a grain, whatever the first one started on.
+        until = min(self.next_token - self.next_token % grain + slice_tokens, self.stop)
+        if until <= self.next_token:
+            return None
+        posted = Posted(self.next_token, until, 0)
+        self.next_token = until
+        return posted
 
 
 @dataclass(slots=True)
@@ -43,6 +78,10 @@ class Part:
     """Tokens that it has computed, by the same."""
     noted: tuple[str, int, int] | None = None
     """How far it was when the engine last wanted the destination back."""
+    keep_until: float = -math.inf
+    """Pull: the source blocks are kept until then, by our clock."""
+    reading: Reading | None = None
+    """Pull: what was offered."""
 
     @property
     def ended(self) -> bool:
@@ -50,7 +89,7 @@ class Part:
 
     def good_until(self, start: int, stop: int) -> int:
         """Tokens before this came from this rank, whatever happens next."""
-        if self.state is PartState.WRITTEN:
+        if self.state in PART_COMPLETE:
             return stop
         return min(max(self.landed.reach(start), self.valid_until, start), stop)
 
@@ -64,6 +103,10 @@ class Reception:
     source: Source
     attempt: int
     state: ReceptionState = ReceptionState.ANNOUNCED
+    mode: TransferMode = "push"
+    """Who moves the bytes; known when the destination is."""
+    patient: bool = True
+    """Whether the prefill leg may still be on its way."""
     parts: dict[PeerName, Part] | None = None
     start: int = 0
     stop: int = 0
@@ -124,11 +167,28 @@ class Mark:
 
 
 @dataclass(slots=True)
+class Turns:
+    """Turns of one peer's parts that are read, and how much is in flight from it."""
+
+    ready: OrderedDict[ReceptionKey, None] = field(default_factory=OrderedDict)
+    in_flight: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Farewell:
+    """What a reader said when it was silent, until it is answered or nobody waits for it any more."""
+
+    message: Cancel | Fetched
+    until: float
+
+
+@dataclass(slots=True)
 class ConsumerState:
     """Everything that a consumer core knows. `retry_bound_seconds` is the transport's."""
 
     limits: Limits
     retry_bound_seconds: float
+    block_tokens: tuple[int, ...]
     rows: dict[ReceptionKey, Reception] = field(default_factory=dict)
     sources: OrderedDict[Source, SourceLinks] = field(default_factory=OrderedDict)
     peers: dict[PeerName, Peer] = field(default_factory=dict)
@@ -137,6 +197,14 @@ class ConsumerState:
     """Receptions so far; the newest one's number."""
     peer_timers: Timers[tuple[str, PeerName]] = field(default_factory=Timers)
     lapse_timers: Timers[ReceptionKey] = field(default_factory=Timers)
+    turns: dict[PeerName, Turns] = field(default_factory=dict)
+    reads: dict[int, tuple[ReceptionKey, PeerName]] = field(default_factory=dict)
+    """READs in flight by their number."""
+    read_count: int = 0
+    read_timers: Timers[int] = field(default_factory=Timers)
+    retry_timers: Timers[tuple[ReceptionKey, PeerName]] = field(default_factory=Timers)
+    farewells: OrderedDict[FarewellKey, Farewell] = field(default_factory=OrderedDict)
+    farewell_timers: Timers[FarewellKey] = field(default_factory=Timers)
     outputs: deque[Output] = field(default_factory=deque)
     results: deque[Result] = field(default_factory=deque)
     counts: dict[str, int] = field(default_factory=dict)

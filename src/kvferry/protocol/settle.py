@@ -8,6 +8,7 @@ has finished with it, nothing is in flight, and its consumers are served, gone o
 from __future__ import annotations
 
 from kvferry.ids import TransferId
+from kvferry.protocol import loans
 from kvferry.protocol.commands import DeliveryEnded, Drained, Released
 from kvferry.protocol.messages import AnyMessage, Cancelled, Failed
 from kvferry.protocol.outputs import Send
@@ -35,9 +36,15 @@ def stop(
     """Post nothing more for this delivery. It ends in `settle`, once nothing is in flight.
 
     A `CANCEL` may follow a failure that is still draining: the peer then gets the fence that it asked for.
+    What is lent is called back instead: it ends when its reader says so, or with the lease.
     """
     before = delivery.state
     delivery.state = DELIVERY.next(delivery.state, event)
+    if delivery.state is DeliveryState.RECALLED:
+        if before is not DeliveryState.RECALLED:
+            delivery.stop_reason = reason
+            loans.recall(state, delivery)
+        return
     assert delivery.state is DeliveryState.STOPPING, "what has ended is not stopped"
     if before is not DeliveryState.STOPPING or event is DeliveryEvent.CANCEL:
         delivery.stop_event = drained
@@ -60,6 +67,8 @@ def settle(state: ProducerState, row: SourceRow, now: float) -> None:
     for delivery in row.deliveries.values():
         if delivery.state is DeliveryState.STOPPING and not delivery.in_flight:
             _drained(state, delivery)
+        if delivery.state is DeliveryState.RECALLED and row.expired:
+            answer_tickets(state, loans.end(state, delivery, DeliveryEvent.LAPSE, loans.failure(delivery)))
         if delivery.ended and delivery.first_post_at is not None:
             _observe(state, row, delivery, now)
     if row.in_flight == 0 and _may_end(row):
@@ -83,6 +92,23 @@ def _drained(state: ProducerState, delivery: Delivery) -> None:
     state.free_blocks(delivery)
     if delivery.peer in state.lanes:
         state.outputs.append(Send(delivery.peer, answer))
+
+
+def returned(
+    state: ProducerState,
+    row: SourceRow,
+    delivery: Delivery,
+    event: DeliveryEvent,
+    fence: AnyMessage,
+    now: float,
+) -> None:
+    """A reader is silent: what was lent to it may be given away, and it hears that we know."""
+    if event is DeliveryEvent.CANCEL and not delivery.stop_reason:
+        delivery.stop_reason = CANCELLED
+    number = loans.end(state, delivery, event, fence)
+    state.outputs.append(Send(delivery.peer, fence))
+    answer_tickets(state, number)
+    settle(state, row, now)
 
 
 def _observe(state: ProducerState, row: SourceRow, delivery: Delivery, now: float) -> None:

@@ -7,7 +7,6 @@ Plain state with the arithmetic that belongs to it. What changes it, and when, i
 from __future__ import annotations
 
 import math
-from array import array
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
@@ -17,6 +16,7 @@ from kvferry.protocol.limits import Limits
 from kvferry.protocol.messages import AnyMessage
 from kvferry.protocol.outputs import BlockArray, Output, PeerFacts
 from kvferry.protocol.ranges import Ranges
+from kvferry.protocol.slices import Posted
 from kvferry.protocol.states import DELIVERY_ENDED, DeliveryEvent, DeliveryState, SourceState
 from kvferry.protocol.timers import Timers
 
@@ -28,15 +28,6 @@ TimerKey = tuple[str, TransferId]
 """Kind (lease, unknown, tombstone or retry) and transfer."""
 FORGOTTEN_PEERS_MAX = 4096
 """Consumer ranks of which it is known what was forgotten; beyond it the one of longest ago is."""
-
-
-@dataclass(slots=True)
-class Posted:
-    """A slice that the agent was asked to write and that has not ended."""
-
-    start: int
-    stop: int
-    attempt: int
 
 
 @dataclass(slots=True)
@@ -55,6 +46,12 @@ class Delivery:
     registration: int | None = None
     """Digest of what was registered: the same name with other blocks is no repetition."""
     permission_until: float = 0.0
+    asked: float | None = None
+    """Pull: the consumer's newest own mark."""
+    asked_at: float = 0.0
+    """When that came in; what we promise after it ends by the consumer's clock first."""
+    loan: int | None = None
+    """Pull: the number under which the source blocks are lent, in one sequence with slices."""
     behind: set[int] = field(default_factory=set)
     """Slices in flight into blocks of ours that another registration had before; they have to end first."""
     next_token: int = 0
@@ -212,8 +209,10 @@ class ProducerState:
     slices: dict[int, tuple[TransferId, DeliveryKey]] = field(default_factory=dict)
     hindered: dict[int, list[tuple[TransferId, DeliveryKey]]] = field(default_factory=dict)
     """Deliveries that wait for a slice of another one, by its number."""
+    loans: set[int] = field(default_factory=set)
+    """Numbers under which source blocks are lent to readers."""
     tickets: dict[int, set[int]] = field(default_factory=dict)
-    """Preemptions that wait, with the slices that still read the blocks which they took away."""
+    """Preemptions that wait, with the slices and loans that still read the blocks which they took away."""
     timers: Timers[TimerKey] = field(default_factory=Timers)
     slice_timers: Timers[int] = field(default_factory=Timers)
     outputs: deque[Output] = field(default_factory=deque)
@@ -266,16 +265,3 @@ class ProducerState:
     def count(self, what: str) -> None:
         """Move a counter that says how often something unusual happened."""
         self.counts[what] = self.counts.get(what, 0) + 1
-
-
-def blocks_covering(start: int, stop: int, block_tokens: int) -> tuple[int, int]:
-    """`(first, past the last)` block index of tokens `[start, stop)`."""
-    return start // block_tokens, -(-stop // block_tokens)
-
-
-def expanded(spans: tuple[tuple[int, int], ...]) -> BlockArray:
-    """Block ids of spans, in order."""
-    blocks = array("q")
-    for first, count in spans:
-        blocks.extend(range(first, first + count))
-    return blocks

@@ -47,6 +47,12 @@ class DeliveryState(enum.Enum):
 
     ANNOUNCED = "announced"
     REGISTERED = "registered"
+    ASKED = "asked"
+    """Pull: the consumer wants to read, and prefill has not ended."""
+    LENT = "lent"
+    """Pull: the consumer was offered the source blocks and may be reading them."""
+    RECALLED = "recalled"
+    """Pull: it was told to stop; the blocks are kept until it is silent, or the lease has ended."""
     STOPPING = "stopping"
     """Nothing more is posted; slices in flight drain before the peer is answered."""
     WRITTEN = "written"
@@ -60,7 +66,11 @@ class DeliveryEvent(enum.Enum):
 
     REGISTER = "register"
     COMPLETE = "complete"
+    ASK = "ask"
+    OFFER = "offer"
     FETCHED = "fetched"
+    LAPSE = "lapse"
+    """Pull: no promise to keep the source blocks runs any more."""
     CANCEL = "cancel"
     STOP = "stop"
     DRAINED_FAILED = "drained_failed"
@@ -97,7 +107,14 @@ class PartState(enum.Enum):
     UNTOLD = "untold"
     """It has not been told of our blocks."""
     TOLD = "told"
+    ASKED = "asked"
+    """Pull: it was asked for its blocks."""
+    OFFERED = "offered"
+    """Pull: its blocks are known and being read."""
+    DRAINING = "draining"
+    """Pull: nothing more is read from it; what is in flight has to end."""
     WRITTEN = "written"
+    FETCHED = "fetched"
     FAILED = "failed"
     CANCELLED = "cancelled"
     LOST = "lost"
@@ -108,6 +125,11 @@ class PartEvent(enum.Enum):
     """What happens to a part."""
 
     TELL = "tell"
+    ASK = "ask"
+    OFFER = "offer"
+    FETCHED = "fetched"
+    STOP = "stop"
+    DRAINED = "drained"
     WRITTEN = "written"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -167,12 +189,23 @@ DELIVERY_ENDED = frozenset({_D.WRITTEN, _D.FAILED, _D.CANCELLED, _D.FETCHED})
 DELIVERY: Table[DeliveryState, DeliveryEvent] = Table(
     {
         (_D.ANNOUNCED, _DE.REGISTER): _D.REGISTERED,
-        (_D.ANNOUNCED, _DE.FETCHED): _D.FETCHED,
+        (_D.ANNOUNCED, _DE.ASK): _D.ASKED,
         (_D.ANNOUNCED, _DE.CANCEL): _D.STOPPING,
         (_D.ANNOUNCED, _DE.STOP): _D.STOPPING,
         (_D.REGISTERED, _DE.COMPLETE): _D.WRITTEN,
         (_D.REGISTERED, _DE.CANCEL): _D.STOPPING,
         (_D.REGISTERED, _DE.STOP): _D.STOPPING,
+        (_D.ASKED, _DE.OFFER): _D.LENT,
+        (_D.ASKED, _DE.CANCEL): _D.STOPPING,
+        (_D.ASKED, _DE.STOP): _D.STOPPING,
+        # A reader's `Cancel` says that it is silent: nothing is left to drain.
+        (_D.LENT, _DE.FETCHED): _D.FETCHED,
+        (_D.LENT, _DE.CANCEL): _D.CANCELLED,
+        (_D.LENT, _DE.STOP): _D.RECALLED,
+        # It had read everything before it heard that it should stop.
+        (_D.RECALLED, _DE.FETCHED): _D.FETCHED,
+        (_D.RECALLED, _DE.CANCEL): _D.FAILED,
+        (_D.RECALLED, _DE.LAPSE): _D.FAILED,
         (_D.STOPPING, _DE.CANCEL): _D.STOPPING,
         # The last slice lands after its delivery was stopped: the peer hears that everything is in place.
         (_D.STOPPING, _DE.COMPLETE): _D.WRITTEN,
@@ -184,9 +217,12 @@ DELIVERY: Table[DeliveryState, DeliveryEvent] = Table(
         (_D.REGISTERED, _DE.REGISTER),
         (_D.STOPPING, _DE.REGISTER),
         (_D.STOPPING, _DE.STOP),
-        # Whoever has an answer gets it again and is not asked here; a fetched one has none.
-        *((_D.FETCHED, event) for event in (_DE.REGISTER, _DE.CANCEL, _DE.STOP)),
-        *((state, _DE.FETCHED) for state in (*DELIVERY_ENDED, _D.STOPPING)),
+        # So does a repeated question; who was answered is answered again.
+        (_D.ASKED, _DE.ASK),
+        (_D.LENT, _DE.ASK),
+        (_D.RECALLED, _DE.ASK),
+        (_D.RECALLED, _DE.STOP),
+        # Whoever has ended has an answer, gets it again and is not asked here.
     },
 )
 
@@ -208,7 +244,10 @@ RECEPTION: Table[ReceptionState, ReceptionEvent] = Table(
 )
 
 _P, _PE = PartState, PartEvent
-PART_ENDED = frozenset({_P.WRITTEN, _P.FAILED, _P.CANCELLED, _P.LOST})
+PART_COMPLETE = frozenset({_P.WRITTEN, _P.FETCHED})
+PART_READ = frozenset({_P.ASKED, _P.OFFERED, _P.DRAINING})
+"""States of a part that is pulled and has not ended."""
+PART_ENDED = frozenset({*PART_COMPLETE, _P.FAILED, _P.CANCELLED, _P.LOST})
 PART: Table[PartState, PartEvent] = Table(
     {
         (_P.UNTOLD, _PE.TELL): _P.TOLD,
@@ -219,7 +258,24 @@ PART: Table[PartState, PartEvent] = Table(
         (_P.TOLD, _PE.FAILED): _P.FAILED,
         (_P.TOLD, _PE.CANCELLED): _P.CANCELLED,
         (_P.TOLD, _PE.LOST): _P.LOST,
+        (_P.UNTOLD, _PE.ASK): _P.ASKED,
+        (_P.ASKED, _PE.ASK): _P.ASKED,
+        (_P.ASKED, _PE.OFFER): _P.OFFERED,
+        (_P.ASKED, _PE.FAILED): _P.FAILED,
+        (_P.ASKED, _PE.CANCELLED): _P.CANCELLED,
+        (_P.ASKED, _PE.STOP): _P.CANCELLED,
+        (_P.OFFERED, _PE.FETCHED): _P.FETCHED,
+        # Whoever reads is its own fence, whatever the other side says.
+        (_P.OFFERED, _PE.FAILED): _P.DRAINING,
+        (_P.OFFERED, _PE.CANCELLED): _P.DRAINING,
+        (_P.OFFERED, _PE.STOP): _P.DRAINING,
+        (_P.DRAINING, _PE.DRAINED): _P.CANCELLED,
     },
-    # Messages repeat, and a fence may follow any other end.
-    late={(state, event) for state in PART_ENDED for event in (_PE.WRITTEN, _PE.FAILED, _PE.CANCELLED)},
+    late={
+        # Messages repeat, and a fence may follow any other end.
+        *((state, event) for state in PART_ENDED for event in (_PE.FAILED, _PE.CANCELLED)),
+        *((state, _PE.WRITTEN) for state in PART_ENDED - {_P.FETCHED}),
+        *((state, _PE.OFFER) for state in (_P.OFFERED, _P.DRAINING, _P.FETCHED, _P.FAILED, _P.CANCELLED)),
+        *((_P.DRAINING, event) for event in (_PE.STOP, _PE.FAILED, _PE.CANCELLED)),
+    },
 )

@@ -145,9 +145,10 @@ class Exchange:
         fault = self.plan(connection.key).post_fault(self.random)
         if fault is not None:
             for listener in self.listeners.faulted:
-                listener(Faulted(self.clock(), *connection.key, fault, runs))
+                listener(Faulted(self.clock(), *connection.key, fault, runs, read=read))
         if fault is PostFault.FAIL:
-            raise TransportError(f"a write to {peer.name} cannot be posted")
+            way = "read from" if read else "write to"
+            raise TransportError(f"a {way} {peer.name} cannot be posted")
         if fault is PostFault.REFUSE or len(node.posts_in_flight()) >= self.limits.posts_in_flight_max:
             raise TransportError(f"{peer.name} is busy, the post was refused", retryable=True)
         pieces = _pieces(runs, self.random, self.limits.pieces_max)
@@ -155,7 +156,7 @@ class Exchange:
         post = Post(self._handles, node, peer, connection, read, notify, self.clock(), len(pieces))
         node.posts[post.handle] = post
         for told in self.listeners.posted:
-            told(Posted(post.posted_at, node.name, post.owner.name, post.handle, runs))
+            told(Posted(post.posted_at, node.name, post.source.name, post.owner.name, post.handle, runs))
         if fault is PostFault.STALL:
             post.stalled = True
             return post

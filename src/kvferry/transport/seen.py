@@ -13,10 +13,11 @@ from kvferry.transport.faults import MessageFault, PostFault
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """A transfer was accepted. `initiator` moves bytes into memory of `owner`."""
+    """A transfer was accepted: bytes of `source` move into memory of `owner`; `initiator` is one of them."""
 
     at_seconds: float
     initiator: PeerName
+    source: PeerName
     owner: PeerName
     handle: Handle
     runs: Runs
@@ -69,7 +70,10 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class Faulted:
-    """A post or a message of `sender` to `target` suffers a fault. A post has `runs`, a message a payload."""
+    """A post or a message of `sender` to `target` suffers a fault. A post has `runs`, a message a payload.
+
+    `read` says that the post reads from the target.
+    """
 
     at_seconds: float
     sender: PeerName
@@ -77,6 +81,7 @@ class Faulted:
     fault: PostFault | MessageFault
     runs: Runs | None = None
     payload: bytes = b""
+    read: bool = False
 
 
 @dataclass(slots=True)

@@ -19,11 +19,13 @@ from kvferry.protocol.messages import (
     Cancelled,
     Complaint,
     Failed,
+    Fetch,
     Fetched,
     Hello,
     HelloRefused,
     Landed,
     Message,
+    Offer,
     Register,
     Renew,
     Status,
@@ -59,12 +61,25 @@ EXAMPLES: list[AnyMessage] = [
     ),
     Renew(transfers=((T, C, 1), (T, ConsumerId("1_cmpl-1"), 1 << 40)), write_seconds=2.5, mark=-0.5),
     Cancel(transfer=T, consumer=C, reason="cancelled", sharers=4),
+    Renew(transfers=((T, C, 1),), write_seconds=2.5, asked=7.25),
+    Fetch(transfer=T, consumer=C, start=16, stop=48, asked=1e9 / 3, sharers=2),
     Fetched(transfer=T, consumer=C),
+    Offer(
+        transfer=T,
+        consumer=C,
+        start=16,
+        stop=48,
+        groups=(((3, 2),), ((7, 1), (9, 1))),
+        asked=-0.5,
+        keep_seconds=29.75,
+        attempt=4,
+    ),
     Landed(transfer=T, consumer=C, start=0, stop=16),
     Written(transfer=T, consumer=C, start=0, stop=48),
     Failed(transfer=T, consumer=C, reason="abandoned: \u00fc", valid_until=32),
     Cancelled(transfer=T, consumer=C),
     Status(transfers=(TransferStatus(T, C, "computing", 4096, 3),), mark=1e9 / 7),
+    Status(transfers=(TransferStatus(T, C, "held", 4096, 3, 29.5),), mark=1e9 / 7, asked=7.25),
 ]
 
 
@@ -83,8 +98,8 @@ def one(message: AnyMessage) -> bytes:
 
 def test_there_is_an_example_of_every_message() -> None:
     assert {type(message) for message in EXAMPLES} == set(Message.__subclasses__())
-    tags = [type(message).__struct_config__.tag for message in EXAMPLES]
-    assert len(set(tags)) == len(tags)
+    tags = {type(message): type(message).__struct_config__.tag for message in EXAMPLES}
+    assert len(set(tags.values())) == len(tags)
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)

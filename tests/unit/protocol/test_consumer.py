@@ -61,7 +61,7 @@ class Rank:
         **limits: Any,
     ) -> None:
         """`mark` is what each producer rank has just sent, about something else; None if it has not."""
-        self.core = ConsumerCore(Limits(**limits), RETRY_BOUND)
+        self.core = ConsumerCore(Limits(**limits), RETRY_BOUND, (4,))
         self.links = links
         self.now = now
         for name in {P0, P1, *(link.peer for link in links or ())}:

@@ -29,7 +29,7 @@ from kvferry.protocol.messages import (
     Cancel,
     Cancelled,
     Failed,
-    Fetched,
+    Fetch,
     Register,
     Renew,
     Status,
@@ -1414,7 +1414,7 @@ REFUSED = Send(D0, failed("table_full"))
 OTHER = ConsumerId("c1")
 
 
-@pytest.mark.parametrize("kind", ["announcement", "registration", "malformed", "cancel", "fetched"])
+@pytest.mark.parametrize("kind", ["announcement", "registration", "malformed", "cancel", "fetch"])
 def test_what_was_refused_stays_refused_when_there_is_room(kind: str) -> None:
     """Promises 1 and 2: `Failed` is a fence: the consumer's blocks may be another's from then on."""
     malformed = "malformed: tokens [8, 4) are not a range"
@@ -1423,17 +1423,15 @@ def test_what_was_refused_stays_refused_when_there_is_room(kind: str) -> None:
         "registration": (register(8, start=4), Send(D0, failed("table_full", 4))),
         "malformed": (register(4, start=8, groups=()), Send(D0, failed(malformed, 8))),
         "cancel": (cancel(), Send(D0, FENCE)),
-        "fetched": (Fetched(transfer=T, consumer=C), REFUSED),
+        "fetch": (
+            Fetch(transfer=T, consumer=C, start=4, stop=8, asked=7.0),
+            Send(D0, failed("table_full", 4)),
+        ),
     }
     message, answer = messages[kind]
-    if kind == "fetched":
-        rank = Rank(consumers_max=1)
-        rank.command(*computed(8))
-        rank.hear(announce(OTHER))
-    else:
-        rank = full()
+    rank = full()
     assert rank.hear(message) == [answer]
-    rank.command(LEAVE, *(() if kind == "fetched" else computed(8)))
+    rank.command(LEAVE, *computed(8))
     assert rank.hear(register(8)) == [answer]
     assert rank.hear(renew())[0] == answer
     assert rank.posts() == []
@@ -1788,40 +1786,6 @@ def test_a_prefill_leg_that_never_comes() -> None:
     assert not rank.core.expecting
     assert rank.hear(Announce(transfer=T, consumer=ConsumerId("c2"))) == [
         Send(D0, failed("unknown_transfer", consumer=ConsumerId("c2")))
-    ]
-
-
-def test_a_consumer_that_has_read_everything_ends_the_lease() -> None:
-    """Pull: the lease of two ranks of one consumer."""
-    rank = Rank()
-    rank.command(*computed(8), Finish(T))
-    rank.hear(Announce(transfer=T, consumer=C))
-    assert rank.hear(Fetched(transfer=T, consumer=C, sharers=2)) == []
-    assert rank.hear(Fetched(transfer=T, consumer=C, sharers=2)) == []
-    assert rank.results() == []
-    rank.hear(Fetched(transfer=T, consumer=C, sharers=2), D1)
-    assert rank.results() == [Released(T, "fetched")]
-    assert rank.hear(Fetched(transfer=T, consumer=C), D1) == []
-    assert rank.core.state.counts == {"late_message": 1}
-
-
-def test_fetched_while_writes_are_permitted_is_an_error_of_the_peer() -> None:
-    """X21: the wrong type of message for the state."""
-    rank = Rank()
-    rank.command(*computed(8))
-    rank.hear(register(8))
-    with pytest.raises(PeerError, match="fetched is not possible in state registered"):
-        rank.hear(Fetched(transfer=T, consumer=C))
-    assert len(rank.posts()) == 1
-
-
-def test_fetched_of_an_expired_transfer_is_late() -> None:
-    rank = Rank(slice_seconds=100.0, consumers_max=1)
-    rank.command(*computed(8), Finish(T))
-    rank.hear(register(8))
-    rank.posts()
-    assert rank.hear(Fetched(transfer=T, consumer=ConsumerId("c1"))) == [
-        Send(D0, failed("table_full", consumer=ConsumerId("c1")))
     ]
 
 

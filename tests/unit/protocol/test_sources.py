@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvferry.ids import ConsumerId, PeerName, TransferId
-from kvferry.protocol.sources import Delivery, SourceRow, blocks_covering, expanded
+from kvferry.protocol.slices import blocks_covering, expanded
+from kvferry.protocol.sources import Delivery, SourceRow
 from kvferry.protocol.states import DeliveryState
 
 T = TransferId("t")

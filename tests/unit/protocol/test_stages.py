@@ -250,7 +250,7 @@ class Ranks:
         self.ways = ways
         names = sorted({producer for producers in ways.values() for producer in producers})
         self.producers = {PeerName(name): ProducerCore(Limits(), (4,)) for name in names}
-        self.consumers = {PeerName(name): ConsumerCore(Limits(), 3.0) for name in ways}
+        self.consumers = {PeerName(name): ConsumerCore(Limits(), 3.0, (4,)) for name in ways}
         self.sharers = Counter(producer for producers in ways.values() for producer in producers)
         self.told: Counter[tuple[str, str, str]] = Counter()
         self.results: Counter[tuple[str, str]] = Counter()

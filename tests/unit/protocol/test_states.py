@@ -42,14 +42,29 @@ abandoned   !         -           !       !          ended
 ended       !         !           !       !          !
 """
 DELIVERY_GRID = """
-            register    complete  fetched  cancel    stop      drained_failed  drained_cancelled
-announced   registered  !         fetched  stopping  stopping  !               !
-registered  -           written   !        stopping  stopping  !               !
-stopping    -           written   -        stopping  -         failed          cancelled
-written     !           !         -        !         !         !               !
-failed      !           !         -        !         !         !               !
-cancelled   !           !         -        !         !         !               !
-fetched     -           !         -        -         -         !               !
+            register    complete  ask    offer  fetched  lapse   cancel     stop      drained_failed
+announced   registered  !         asked  !      !        !       stopping   stopping  !
+registered  -           written   !      !      !        !       stopping   stopping  !
+asked       !           !         -      lent   !        !       stopping   stopping  !
+lent        !           !         -      !      fetched  !       cancelled  recalled  !
+recalled    !           !         -      !      fetched  failed  failed     -         !
+stopping    -           written   !      !      !        !       stopping   -         failed
+written     !           !         !      !      !        !       !          !         !
+failed      !           !         !      !      !        !       !          !         !
+cancelled   !           !         !      !      !        !       !          !         !
+fetched     !           !         !      !      !        !       !          !         !
+
+            drained_cancelled
+announced   !
+registered  !
+asked       !
+lent        !
+recalled    !
+stopping    cancelled
+written     !
+failed      !
+cancelled   !
+fetched     !
 """
 RECEPTION_GRID = """
              receive  complete  fail     fenced  give_up      end
@@ -60,13 +75,17 @@ quarantined  !        !         -        ended   !            !
 ended        !        !         !        !       !            !
 """
 PART_GRID = """
-           tell  written  failed  cancelled  lost
-untold     told  !        failed  cancelled  !
-told       told  written  failed  cancelled  lost
-written    !     -        -       -          !
-failed     !     -        -       -          !
-cancelled  !     -        -       -          !
-lost       !     -        -       -          !
+           tell  ask    offer    fetched  stop       drained    written  failed    cancelled  lost
+untold     told  asked  !        !        !          !          !        failed    cancelled  !
+told       told  !      !        !        !          !          written  failed    cancelled  lost
+asked      !     asked  offered  !        cancelled  !          !        failed    cancelled  !
+offered    !     !      -        fetched  draining   !          !        draining  draining   !
+draining   !     !      -        !        -          cancelled  !        -         -          !
+written    !     !      !        !        !          !          -        -         -          !
+fetched    !     !      -        !        !          !          !        -         -          !
+failed     !     !      -        !        !          !          -        -         -          !
+cancelled  !     !      -        !        !          !          -        -         -          !
+lost       !     !      !        !        !          !          -        -         -          !
 """
 MACHINES = {
     "source": (SOURCE, SourceState, SourceEvent, SOURCE_GRID, SourceState.UNKNOWN),
@@ -78,13 +97,15 @@ Grid = dict[tuple[str, str], str]
 
 
 def read_grid(text: str) -> Grid:
-    header, *rows = text.strip("\n").splitlines()
-    events = header.split()
+    """A grid that is too wide for a line goes on below, after an empty one."""
     grid: Grid = {}
-    for row in rows:
-        state, *cells = row.split()
-        assert len(cells) == len(events), row
-        grid.update({(state, event): cell for event, cell in zip(events, cells, strict=True)})
+    for piece in text.strip("\n").split("\n\n"):
+        header, *rows = piece.splitlines()
+        events = header.split()
+        for row in rows:
+            state, *cells = row.split()
+            assert len(cells) == len(events), row
+            grid.update({(state, event): cell for event, cell in zip(events, cells, strict=True)})
     return grid
 
 

@@ -11,7 +11,7 @@ from kvferry.transport.base import Handle, Notification, PostState
 from kvferry.transport.memory import MemoryFabric, MemoryTransport
 
 CALLS: Sequence[str] = ("receive", "write", "poll")
-"""Where it may break."""
+"""Where it may break; reading does where writing does."""
 
 
 class BrokenError(Exception):
@@ -48,6 +48,11 @@ class RankTransport(MemoryTransport):
         """Post a WRITE."""
         self._break("write")
         return super().write(peer, runs, notify)
+
+    def read(self, peer: PeerName, runs: Runs, notify: bytes | None = None) -> Handle:
+        """Post a READ."""
+        self._break("write")
+        return super().read(peer, runs, notify)
 
     def poll(self, handle: Handle) -> PostState:
         """Make progress and tell the state."""

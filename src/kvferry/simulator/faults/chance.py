@@ -8,7 +8,7 @@ from random import Random
 
 from kvferry.simulator.engine.engine import Engine
 from kvferry.simulator.engine.rank import RankProcess
-from kvferry.simulator.faults import plots
+from kvferry.simulator.faults import plots, reading
 from kvferry.simulator.faults.breakages import Breakages
 from kvferry.simulator.faults.levers import Levers
 from kvferry.simulator.world.world import World
@@ -18,7 +18,8 @@ LINGER_SECONDS = (0.0, 0.0, 0.05, 0.4)
 """How long the ranks' processes outlive their core: vLLM's learn of its end and then exit by themselves."""
 NUMBER_FIRST = 1000
 """Below it are the numbers of workload items."""
-LATE_WRITES = 5
+LATE = ("late_read", "late_write")
+LATE_TIMES = 8
 """So much more often than other kinds."""
 
 
@@ -39,7 +40,8 @@ def draw(world: World, random: Random) -> list[Fault]:
     """The faults of a history."""
     kinds = sorted(kind for kind in world.faults if kind in _INJECT)
     # What needs a coincidence is tried more often.
-    kinds += ["late_write"] * (LATE_WRITES * ("late_write" in kinds))
+    wanted = {"late_read": world.shape.pull_share > 0, "late_write": world.shape.pull_share < 1}
+    kinds += [kind for kind in LATE if kind in kinds and wanted[kind]] * LATE_TIMES
     count = random.choice((0, 1, 2, 3, 5, 8))
     if world.options.world in ("wide", "long"):
         count *= 4
@@ -50,7 +52,7 @@ def draw(world: World, random: Random) -> list[Fault]:
     for index, (when, which) in enumerate(drawn):
         kind = kinds[int(which * len(kinds))]
         # Most requests come early, and this one waits for the next.
-        share = when**3 if kind == "late_write" else when
+        share = when**3 if kind in LATE else when
         random_source = Random(world.seed * 131071 + index)
         found.append(Fault(NUMBER_FIRST + index, share * world.shape.safety_seconds, kind, random_source))
     return found
@@ -193,7 +195,10 @@ def _post(fault: PostFault, counts: tuple[int, ...]) -> Callable[[Levers, Random
     def injected(levers: Levers, random: Random) -> None:
         pair = _ranks(levers.world, random)
         if pair is not None:
-            levers.post_fault(pair[0].name, pair[1].name, fault, random.choice(counts))
+            count = random.choice(counts)
+            # A consumer that reads posts itself.
+            poster, other = pair[::-1] if random.random() < levers.world.shape.pull_share else pair
+            levers.post_fault(poster.name, other.name, fault, count)
 
     return injected
 
@@ -234,6 +239,7 @@ _INJECT: dict[str, Callable[[Levers, Random], None]] = {
     "directory": _directory,
     "forward_fails": _forward_fails,
     "hello_refused": _hello_refused,
+    "late_read": reading.late_read,
     "late_write": plots.late_write,
     "mailbox": _stall_agent,
     "message_doubled": _message(MessageFault.DOUBLE),

@@ -101,6 +101,18 @@ class Plot(Subject):
         fault = fault if seconds is None else PostFault.DELAY
         self.levers.post_fault(*pair, fault, self.random.choice((1, 2, 3)))
 
+    def delay_reads(self, seconds: float | None = None, count: int | None = None) -> None:
+        """The next reads are late, by this or by chance."""
+        by_chance = self.random.choice((1.0, 5.0, 20.0)) * (0.5 + self.random.random())
+        fabric = self.levers.world.network.fabric
+        # Bytes move from the producer to the consumer, who posts.
+        way = self.writer.name, self.target.name
+        link = fabric.exchange.plan(way).link
+        fabric.set_link(*way, replace(link, delay_seconds=seconds or by_chance))
+        fault = self.random.choice((PostFault.DELAY, PostFault.DELAY, PostFault.STALL))
+        fault = fault if seconds is None else PostFault.DELAY
+        self.levers.post_fault(*way[::-1], fault, count or self.random.choice((1, 2, 3)))
+
     def when(self, holds: Callable[[], bool], act: Callable[[], object], looks_left: int = LOOKS_MAX) -> None:
         """Act as soon as something holds."""
         if not looks_left or not self.writer.alive or self.levers.world.healed_at is not None:

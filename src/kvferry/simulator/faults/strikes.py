@@ -187,7 +187,7 @@ class LinkFaults:
         for producer in self.stages.lives.get(hand.engine, ()):
             for consumer in consumers:
                 yield producer, consumer
-                if isinstance(fault, MessageFault):
+                if isinstance(fault, MessageFault) or any(one.mode == "pull" for one in hand.courses):
                     yield consumer, producer
 
 

@@ -55,6 +55,19 @@ class Subject:
         """Whether a write for the request is under way."""
         return _in_flight(self, DeliveryState.REGISTERED, DeliveryState.STOPPING)
 
+    def is_asked(self) -> bool:
+        """Whether the consumer has asked to read, and prefill has not ended."""
+        return any(one.state is DeliveryState.ASKED for one in self.deliveries)
+
+    def is_lent(self) -> bool:
+        """Whether it was offered what it reads."""
+        return any(one.state is DeliveryState.LENT for one in self.deliveries)
+
+    def is_read(self) -> bool:
+        """Whether a read for the request is under way."""
+        state = self.target.loop.consumer.state
+        return any(key[0] == self.dispatch.transfer for key, _ in state.reads.values())
+
     def is_stopping(self) -> bool:
         """Whether it is, though the request has been given up."""
         return _in_flight(self, DeliveryState.STOPPING)

@@ -57,18 +57,33 @@ class Reported(Observed):
 
 @dataclass(frozen=True, slots=True)
 class Posted(Observed):
-    """A rank has posted a WRITE. Blocks are block ids, each once, of the source's and the target's caches."""
+    """A rank has posted a WRITE, or a READ into memory of its own, which is the target then.
+
+    Blocks are block ids, each once, of the source's and the target's caches.
+    """
 
     rank: PeerName
     target: PeerName
     handle: int
     source_blocks: tuple[int, ...]
     target_blocks: tuple[int, ...]
+    read_from: PeerName | None = None
+    """Whose memory a READ reads; None for a WRITE."""
+
+    @property
+    def read(self) -> bool:
+        """Whether it is a READ."""
+        return self.read_from is not None
+
+    @property
+    def source(self) -> PeerName:
+        """Whose memory is read."""
+        return self.rank if self.read_from is None else self.read_from
 
 
 @dataclass(frozen=True, slots=True)
 class Landed(Observed):
-    """A piece of a posted WRITE has just been copied into the target's memory."""
+    """A piece of a post has just been copied into the target's memory."""
 
     rank: PeerName
     target: PeerName
@@ -166,7 +181,7 @@ class FabricFault(Observed):
 
     `fault` is the value of a `PostFault` or `MessageFault`, `delay_post` for a late post. A post is known by
     the blocks that it was to write (it may have been refused, and then has no handle), a message by its
-    bytes.
+    bytes. A READ's blocks are the rank's own.
     """
 
     rank: PeerName
@@ -174,6 +189,12 @@ class FabricFault(Observed):
     fault: str
     target_blocks: tuple[int, ...] = ()
     payload: bytes = b""
+    read: bool = False
+
+    @property
+    def owner(self) -> PeerName:
+        """Whose blocks a post was to write."""
+        return self.rank if self.read else self.target
 
 
 @dataclass(frozen=True, slots=True)

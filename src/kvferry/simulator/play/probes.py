@@ -90,6 +90,7 @@ class Probes:
             leaves=(False, False),
             knows_incarnation=True,
             stale_incarnation=False,
+            modes=("pull" if self._sent % 2 else "push",),
         )
         what = f"a last transfer from {probe.producer} to {probe.consumer} must work; it always happens"
         self.world.emit(ItemBegan(self.world.now, item.number, what))

@@ -137,6 +137,7 @@ def _names(violation: Violation, transfer: TransferId) -> bool:
 
 
 Take = Callable[..., None]
+_ASKING = msg.Announce | msg.Register | msg.Fetch | msg.Renew | msg.Cancel | msg.Fetched
 LIVES = frozenset({Kind.LEASE, Kind.REGISTRATION, Kind.QUARANTINE})
 """As long as one of these is open, the ranks still have to do with the transfer."""
 
@@ -344,7 +345,7 @@ class _Network:
         if message is None or not self._concerns(event, message):
             return
         lanes = self._cast.lane_of
-        asks = isinstance(message, msg.Announce | msg.Register | msg.Renew | msg.Cancel | msg.Fetched)
+        asks = isinstance(message, _ASKING)
         kind = Kind.ASKS if asks else Kind.ANSWERS
         label, note = type(message).__name__, described(message)
         arrow = Arrow(lanes[event.rank], lanes[event.target], event.at_seconds, kind, label, note)
@@ -396,7 +397,7 @@ class _Network:
         if not self._cast.plays(event.rank, event.target):
             return
         what = "a post"
-        ours = self._story.transfer in zones.owners(event.target, event.target_blocks)
+        ours = self._story.transfer in zones.owners(event.owner, event.target_blocks)
         if event.payload:
             message = whole(event.payload)
             what = type(message).__name__ if message is not None else "a part of a message"
@@ -407,6 +408,9 @@ class _Network:
 
     def _ends(self, event: ev.Posted | ev.FabricFault) -> str:
         lanes = self._cast.lane_of
+        if event.read:
+            source = event.source if isinstance(event, ev.Posted) else event.target
+            return f"{lanes[event.rank]} reads from {lanes.get(source, source)}"
         return f"{lanes[event.rank]} to {lanes.get(event.target, event.target)}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from kvferry.handoff import TransferMode
 from kvferry.ids import ConsumerId, EngineId, PeerName, TransferId
 from kvferry.protocol.commands import (
     Abandon,
@@ -46,6 +47,8 @@ class Course:
     ranks: tuple[PeerName, ...]
     wanted: dict[PeerName, set[int]] = field(default_factory=dict)
     written: dict[PeerName, set[int]] = field(default_factory=dict)
+    mode: TransferMode = "push"
+    """Known when its destination is."""
     posted: bool = False
     received: set[PeerName] = field(default_factory=set)
     decoding: bool = False
@@ -165,6 +168,7 @@ class Courses(Checker):
         if isinstance(command, AnnounceCommand | Receive):
             course = self._course(command, engine)
             if isinstance(command, Receive):
+                course.mode = command.mode
                 blocks = expanded(command.groups)
                 course.wanted[event.rank] = set(blocks)
                 self._by_block.setdefault(event.rank, {}).update(dict.fromkeys(blocks, course))

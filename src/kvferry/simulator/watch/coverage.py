@@ -30,25 +30,24 @@ PAIRS = _pairs()
 """Every pair that the tables list, the late ones that change nothing included."""
 
 
-_PULL = "only pull mode says `fetched`, and nothing here pulls"
 _ONE_RANK = "needs several producer ranks for one consumer rank, which the handshake refuses so far"
+_UNASKED = "a producer fences nothing that it was not asked to"
 _HOST_ORDER = "a host computes nothing for a request that it has ended"
 _REASONS: dict[str, tuple[str, ...]] = {
     _HOST_ORDER: ("source abandoned advance", "source held advance"),
     "a prompt has a token at least, and without an advance its end is an abandonment": (
         "source queued finish",
     ),
-    _PULL: (
-        "delivery announced fetched",
-        "delivery stopping fetched",
-        *(f"delivery {state} fetched" for state in ("written", "failed", "cancelled", "fetched")),
-        *(f"delivery fetched {event}" for event in ("register", "cancel", "stop")),
-    ),
-    _ONE_RANK: tuple(
-        f"part {state} {event}"
-        for state in ("written", "failed", "cancelled", "lost")
-        for event in ("written", "failed", "cancelled")
-        if (state, event) != ("failed", "failed")
+    _UNASKED: ("part asked cancelled", "part offered cancelled"),
+    _ONE_RANK: (
+        *(
+            f"part {state} {event}"
+            for state in ("written", "failed", "cancelled", "lost")
+            for event in ("written", "failed", "cancelled")
+            if (state, event) != ("failed", "failed")
+        ),
+        *(f"part {state} offer" for state in ("fetched", "failed", "cancelled")),
+        *(f"part fetched {event}" for event in ("failed", "cancelled")),
     ),
 }
 _REASON_OF = {pair: reason for reason, pairs in _REASONS.items() for pair in pairs}

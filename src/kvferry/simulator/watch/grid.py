@@ -200,7 +200,7 @@ class Grid(Checker):
         if event.fault == PostFault.STALL.value:
             fault = STALLED
         if fault is not None:
-            self._hit_one(fault, self.stages.course_into(event.target, event.target_blocks))
+            self._hit_one(fault, self.stages.course_into(event.owner, event.target_blocks))
             return
         fault = _MESSAGE_FAULTS.get(event.fault)
         if fault is not None:

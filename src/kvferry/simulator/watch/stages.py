@@ -23,6 +23,9 @@ ALL_DONE = "all done, D not told"
 TOLD = "D told, not scheduled"
 DECODING = "decoding"
 
+_WANTED = frozenset({DeliveryState.REGISTERED, DeliveryState.ASKED, DeliveryState.LENT})
+_TOLD = frozenset({PartState.TOLD, PartState.ASKED, PartState.OFFERED})
+
 STAGES = (QUEUED, SENT, RECEIVED, HANDSHAKE, POSTED, SOME_DONE, ALL_DONE, TOLD, DECODING)
 
 
@@ -79,8 +82,7 @@ class Stages(Courses):
             row = state.rows.get(course.transfer)
             deliveries = () if row is None else row.deliveries.values()
             registered = registered or any(
-                delivery.consumer == course.consumer and delivery.state is DeliveryState.REGISTERED
-                for delivery in deliveries
+                delivery.consumer == course.consumer and delivery.state in _WANTED for delivery in deliveries
             )
         return registered, linked
 
@@ -88,7 +90,7 @@ class Stages(Courses):
         for rank in course.ranks:
             loop = self._loops.loop_of(rank)
             row = None if loop is None else loop.consumer.state.rows.get((course.transfer, course.consumer))
-            if row is not None and any(p.state is PartState.TOLD for p in (row.parts or {}).values()):
+            if row is not None and any(part.state in _TOLD for part in (row.parts or {}).values()):
                 return True
         return False
 

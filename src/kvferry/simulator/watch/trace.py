@@ -202,7 +202,8 @@ def _reported(event: ev.Reported) -> Words:
 
 def _posted(event: ev.Posted) -> Words:
     source, target = block_words(event.source_blocks), block_words(event.target_blocks)
-    what = f"posts {event.handle} to {rank_words(event.target)}: blocks [{source}] into [{target}]"
+    way = f"to {rank_words(event.target)}" if not event.read else f"to read from {rank_words(event.source)}"
+    what = f"posts {event.handle} {way}: blocks [{source}] into [{target}]"
     return rank_words(event.rank), what
 
 

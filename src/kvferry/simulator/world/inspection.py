@@ -12,6 +12,7 @@ from kvferry.ids import ConsumerId, EngineId, PeerName, TransferId
 from kvferry.protocol.limits import Limits
 from kvferry.simulator.engine.rank import RankProcess
 from kvferry.simulator.engine.requests import Request
+from kvferry.simulator.world.shape import BLOCK_TOKENS
 from kvferry.simulator.world.world import World
 
 
@@ -81,6 +82,11 @@ class Inspection:
     def retry_bound_seconds(self) -> float:
         """Nothing lands later than so long after it was posted."""
         return self.world.shape.fabric.retry_bound_seconds
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens per block of every cache."""
+        return BLOCK_TOKENS
 
     def limits_of(self, rank: PeerName) -> Limits:
         """The limits that a rank was started with, of any life."""

@@ -123,9 +123,9 @@ class Network:
 
     def _posted(self, posted: seen.Posted) -> None:
         sources, targets = self._blocks(posted.runs)
-        self._ground.emit(
-            Posted(posted.at_seconds, posted.initiator, posted.owner, posted.handle, sources, targets)
-        )
+        ends = posted.initiator, posted.owner
+        read_from = posted.source if posted.initiator == posted.owner else None
+        self._ground.emit(Posted(posted.at_seconds, *ends, posted.handle, sources, targets, read_from))
 
     def _blocks(self, runs: Runs) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Blocks that a transfer reads and writes, each once."""
@@ -146,8 +146,9 @@ class Network:
         # A late post and a late message are called the same.
         late_post = faulted.fault is PostFault.DELAY
         fault = "delay_post" if late_post else faulted.fault.value
+        ends = faulted.sender, faulted.target
         self._ground.emit(
-            FabricFault(faulted.at_seconds, faulted.sender, faulted.target, fault, targets, faulted.payload)
+            FabricFault(faulted.at_seconds, *ends, fault, targets, faulted.payload, faulted.read)
         )
 
     def _landed(self, landing: seen.Landing) -> None:

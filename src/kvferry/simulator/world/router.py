@@ -77,7 +77,9 @@ class Router:
     _legs: dict[str, tuple[Dispatch, Leg]] = field(default_factory=dict)
     _sent: int = 0
     plots: list[Callable[[Dispatch], None]] = field(default_factory=list)
-    """Who waits for a new dispatch; each gets one."""
+    """Who waits for a new dispatch whose consumers are written; each gets one."""
+    reading_plots: list[Callable[[Dispatch], None]] = field(default_factory=list)
+    """Who waits for one of which a consumer reads itself."""
     served: int = 0
     """Decode requests that ran to their end."""
 
@@ -92,8 +94,9 @@ class Router:
             self._plan(_Sending(dispatch, index, item.consumer), delay)
         if item.leaves_after_seconds is not None and attempt == 0:
             self.ground.later(item.leaves_after_seconds, partial(self.leave, dispatch))
-        if self.plots:
-            self.plots.pop(0)(dispatch)
+        plots = self.plots if item.is_pushed else self.reading_plots
+        if plots:
+            plots.pop(0)(dispatch)
         return dispatch
 
     def replay(self, dispatch: Dispatch) -> None:
@@ -138,7 +141,7 @@ class Router:
         prefill, decode = dispatch.item.leaves
         dispatch.cancelled = True
         if prefill:
-            self._release(dispatch)
+            self.release(dispatch)
             self._cancel(dispatch.prefills)
         if decode:
             self._cancel(dispatch.decodes)
@@ -223,7 +226,7 @@ class Router:
             if not leg.ended and leg.engine.alive:
                 leg.engine.abort(leg.request)
 
-    def _release(self, dispatch: Dispatch) -> None:
+    def release(self, dispatch: Dispatch) -> None:
         """Tell the producer that nobody will come for what an ended prefill leg has left there."""
         for leg in dispatch.prefills:
             if leg.ended and leg.engine.alive:
@@ -273,7 +276,9 @@ class Router:
             item.decode_prompt,
             item.decode_tokens,
             transfer,
-            DecodeParams(source=dispatch.source, transfer=transfer, consumers=item.consumers),
+            DecodeParams(
+                source=dispatch.source, transfer=transfer, mode=item.mode(index), consumers=item.consumers
+            ),
         )
 
     def _source(self, item: Item, random: Random) -> SourceParams:

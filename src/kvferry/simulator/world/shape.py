@@ -37,6 +37,8 @@ IDLE_SECONDS = 0.4
 """How soon that is."""
 CROWDED_SHARE = 0.25
 """Of all histories with small tables, those in which a rank may be linked to a few others only."""
+PULL_SHARES = (0.0, 0.0, 0.0, 0.5, 1.0)
+"""Of a history's consumers, those that read themselves."""
 PART_BYTES = 160
 """Room for the notification of any write, and for little more."""
 
@@ -83,6 +85,8 @@ class Shape:
     faults: frozenset[str]
     """Kinds of faults that may happen. In some histories none do, and every request must succeed."""
     clocks_differ: bool
+    pull_share: float
+    """How likely it is that a consumer reads itself."""
 
 
 def draw(options: Options, random: Random, own: Random) -> Shape:
@@ -133,6 +137,7 @@ def draw(options: Options, random: Random, own: Random) -> Shape:
         safety_seconds=60.0 if longer and options.world != "calm" else seconds,
         faults=faults,
         clocks_differ="clock" in options.faults,
+        pull_share=own.choice(PULL_SHARES),
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
+from kvferry.handoff import TransferMode
 from kvferry.ids import EngineId
 from kvferry.simulator.ground.content import Contents, Prompt
 from kvferry.simulator.world.shape import DECODE_TOKENS_MAX, Shape
@@ -41,6 +42,17 @@ class Item:
     """How soon its legs are sent again under the same id, once a decode leg has ended or lost its blocks."""
     goes_on: bool = False
     """Whether its decode legs are left alone when its prefill engine has died."""
+    modes: tuple[TransferMode, ...] = ()
+    """One per consumer: whether it is written or reads itself; push where none is named."""
+
+    def mode(self, index: int) -> TransferMode:
+        """Of one consumer."""
+        return self.modes[index] if self.modes else "push"
+
+    @property
+    def is_pushed(self) -> bool:
+        """Whether no consumer reads itself."""
+        return "pull" not in self.modes
 
     def __str__(self) -> str:
         return (
@@ -108,6 +120,7 @@ def _item(shape: Shape, contents: Contents, number: int, random: Random, is_calm
         stale_incarnation=random.random() < 0.04 and "stale_incarnation" in faults,
         replay_after_seconds=_replay_after(random) if "replay" in faults else None,
         goes_on=random.random() < 0.5,
+        modes=tuple("pull" if random.random() < shape.pull_share else "push" for _ in range(count)),
     )
 
 

@@ -83,7 +83,7 @@ def mutant_of(*changes: Edit | Item | Constant) -> Mutant:
 
 
 def test_edit_is_seen_through_a_bound_method():
-    core = ConsumerCore(Limits(), 1.0)
+    core = ConsumerCore(Limits(), 1.0, (4,))
     bound = core.next_due
     core.state.lapse_timers.set(("transfer", "consumer"), 1.0)
     sample = mutant_of(
@@ -99,7 +99,7 @@ def test_edit_is_seen_through_a_bound_method():
 
 
 def test_edit_of_a_property_is_planted():
-    core = ConsumerCore(Limits(), 1.0)
+    core = ConsumerCore(Limits(), 1.0, (4,))
     sample = mutant_of(
         Edit("kvferry.protocol.consumer:ConsumerCore.expecting", old="bool(self.state.rows)", new="True")
     )
@@ -146,12 +146,19 @@ def test_constant_changes_an_attribute_of_an_object():
         (Edit("kvferry.protocol.fence:fail", "row", ""), "No module"),
         (Edit("kvferry.protocol.fences:CLOCK_DRIFT_MAX", "0.01", "0"), "is no function"),
         (
-            Edit("kvferry.protocol.fences:fail", "_cancel_parts(state, row)", "_(state, row)"),
+            Edit("kvferry.protocol.fences:fail", "_cancel_parts(state, row, now)", "_(state, row, now)"),
             "_ is not known",
         ),
-        (Edit("kvferry.protocol.fences:fail", "_cancel_parts(state, row)", "_cancel_parts("), "never closed"),
         (
-            Edit("kvferry.protocol.fences:fail", "_cancel_parts(state, row)", "_cancel_parts(state,  row)"),
+            Edit("kvferry.protocol.fences:fail", "_cancel_parts(state, row, now)", "_cancel_parts("),
+            "never closed",
+        ),
+        (
+            Edit(
+                "kvferry.protocol.fences:fail",
+                "_cancel_parts(state, row, now)",
+                "_cancel_parts(state, row,  now)",
+            ),
             "changes nothing",
         ),
         (Item("kvferry.protocol.states:PART.transitions", "nothing", ABSENT), "already"),

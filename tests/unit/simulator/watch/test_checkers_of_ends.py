@@ -469,7 +469,7 @@ def test_each_promise_has_a_checker_behind_the_ledger() -> None:
     first, *others = checkers(FakeOracle())
     assert isinstance(first, Ledger)
     promises = [checker.promise for checker in others if checker.promise]
-    assert promises == [1, 2, 2, 3, 4, 5, 6, 6, 6, 6, 7, 8, 6]
+    assert promises == [1, 2, 2, 2, 3, 3, 4, 5, 5, 6, 6, 6, 6, 7, 8, 6]
 
 
 def test_violations_are_bounded() -> None:

@@ -55,7 +55,9 @@ class World:
 
     def __init__(self) -> None:
         self.loops: dict[PeerName, Any] = {
-            rank: SimpleNamespace(producer=ProducerCore(Limits(), (4,)), consumer=ConsumerCore(Limits(), 5.0))
+            rank: SimpleNamespace(
+                producer=ProducerCore(Limits(), (4,)), consumer=ConsumerCore(Limits(), 5.0, (4,))
+            )
             for rank in (P0, P1, D0, D1)
         }
         self.stages = Stages(self)

@@ -59,7 +59,7 @@ def test_order_and_time_move_the_hash() -> None:
 
 def test_every_field_moves_the_hash() -> None:
     post = ev.Posted(1.0, P_RANK, D_RANK, 7, (1, 2), (3, 4))
-    other = ev.Posted(2.0, D_RANK, P_RANK, 8, (1,), (3,))
+    other = ev.Posted(2.0, D_RANK, P_RANK, 8, (1,), (3,), P_RANK)
     changed = [replace(post, **{field.name: getattr(other, field.name)}) for field in fields(post)]
     assert len({hash_of(event) for event in (post, *changed)}) == len(changed) + 1
 
@@ -195,7 +195,7 @@ def test_a_message_is_shown_as_it_reads() -> None:
     (payload,) = Encoder(1 << 16).encode(message)
     line = words_of(ev.MessageSent(0.0, P_RANK, D_RANK, 3, payload))
     assert line.startswith(
-        "P0/p-one/tp0 sends 3 to D0/d-one/tp0: Status transfers=(transfer-1/decode-1/held/8/1)"
+        "P0/p-one/tp0 sends 3 to D0/d-one/tp0: Status transfers=(transfer-1/decode-1/held/8/1/0)"
     )
 
 

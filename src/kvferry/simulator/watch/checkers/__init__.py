@@ -15,6 +15,7 @@ from kvferry.simulator.watch.checkers.letters import Letters
 from kvferry.simulator.watch.checkers.outcomes import OneOutcomeEach
 from kvferry.simulator.watch.checkers.overlaps import NoOverlappingWrites
 from kvferry.simulator.watch.checkers.posting import PostedUnderPermission
+from kvferry.simulator.watch.checkers.readers import LoansAreKept, OnlyKeptIsUsed, ReadersAreSilent
 from kvferry.simulator.watch.checkers.sources import NoReadOfFreedSources
 from kvferry.simulator.watch.checkers.targets import NoLandingInFreedTargets
 from kvferry.simulator.watch.checkers.wakes import Wakes
@@ -33,9 +34,12 @@ def checkers(world: Oracle) -> list[Checker]:
         PostedUnderPermission(ledger),
         NoLandingInFreedTargets(ledger),
         FencesHold(ledger, letters, wakes, world),
+        ReadersAreSilent(ledger, letters),
         NoReadOfFreedSources(ledger),
+        LoansAreKept(ledger, letters, wakes),
         NoOverlappingWrites(ledger),
         ContentIsExact(ledger, world),
+        OnlyKeptIsUsed(ledger, world),
         EveryTransferEndsOnce(ledger),
         EndsWithinBounds(ledger, letters, wakes, world),
         TravellingIsKept(ledger, letters),

@@ -35,6 +35,11 @@ class Oracle(Protocol):
         """Nothing lands later than so long after it was posted."""
         ...
 
+    @property
+    def block_tokens(self) -> int:
+        """Tokens per block of every cache."""
+        ...
+
     def limits_of(self, rank: PeerName) -> Limits:
         """The limits that a rank was started with, of any life."""
         ...

@@ -4,7 +4,8 @@
 clock of the rank that waits and without the time for which its agent was kept from running:
 
 - who hears nothing of a transfer gives it up after the silence limit,
-- who has given one up has its blocks back when the permission and the transport's bound are over,
+- who has given one up has its blocks back when the permission and the transport's bound are over, or its
+  own READs have ended,
 - who is told again and again that the other leg is unknown does not ask for ever,
 - a producer keeps its blocks for a lease after the last sign of life, and not less after prefill's end.
 """
@@ -26,7 +27,7 @@ from kvferry.protocol.commands import (
     Released,
     Withdraw,
 )
-from kvferry.protocol.messages import Announce, Hello, Register, Renew, Status
+from kvferry.protocol.messages import Announce, Fetch, Hello, Register, Renew, Status
 from kvferry.protocol.reasons import LEASE_EXPIRED, code_of
 from kvferry.simulator.ground.events import Commanded, MessageEnded, MessageSent, PostEnded, Reported
 from kvferry.simulator.watch.checkers.base import Checker, Handlers, Oracle
@@ -111,7 +112,7 @@ class EndsWithinBounds(Checker):
 
     def _arrived(self, event: MessageEnded) -> None:
         message, rank, now = self._letters.message, event.target, event.at_seconds
-        if isinstance(message, Announce | Register | Renew):
+        if isinstance(message, Announce | Register | Fetch | Renew):
             for transfer, _, _ in named(message):
                 self._signs[rank, transfer] = now
         elif isinstance(message, Hello):
@@ -134,7 +135,7 @@ class EndsWithinBounds(Checker):
 
     def _sent(self, event: MessageSent) -> None:
         message, rank = self._letters.message, event.rank
-        if not isinstance(message, Register):
+        if not isinstance(message, Register | Fetch):
             return
         for wait in self._open(rank, message.transfer, message.consumer):
             overdue_at = wait.overdue_at
@@ -175,7 +176,9 @@ class EndsWithinBounds(Checker):
         if wait.given_up_at is None:
             wait.given_up_at = now
         limits = self._oracle.limits_of(rank)
-        bound = (limits.write_seconds + self._oracle.retry_bound_seconds) * (1 + DRIFT) + SLACK_SECONDS
+        # A reader is its own fence: its READs end by themselves, or with their connection.
+        waits = limits.slice_seconds if opening.mode == "pull" else limits.write_seconds
+        bound = (waits + self._oracle.retry_bound_seconds) * (1 + DRIFT) + SLACK_SECONDS
         kept = self._wakes.awake_seconds(rank, wait.given_up_at, now)
         if kept > bound:
             text = f"{rank} kept the blocks of {opening.consumer} for {kept:.3f} s after it was given up"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from kvferry.ids import PeerName, TransferId
-from kvferry.protocol.commands import Advance, Expect, Receive, Received, ReceiveFailed, Released
+from kvferry.protocol.commands import Advance, Expect, Finish, Receive, Received, ReceiveFailed, Released
 from kvferry.protocol.reasons import STARVED, code_of
 from kvferry.simulator.ground.events import (
     Commanded,
@@ -57,6 +57,9 @@ class CalmSucceeds(Checker):
         self._tokens: dict[TransferId, int] = {}
         self._complete_at: dict[TransferId, float] = {}
         """When the last rank had computed the whole prompt."""
+        self._finished_at: dict[TransferId, float] = {}
+        """When the last rank heard that prefill had ended: who reads is offered it then."""
+        self._reads: set[tuple[PeerName, TransferId, str]] = set()
         self._allocated_at: dict[tuple[PeerName, TransferId, str], float] = {}
         super().__init__()
 
@@ -96,15 +99,21 @@ class CalmSucceeds(Checker):
         elif isinstance(command, Advance):
             if command.frontier >= self._tokens.get(command.transfer, 0):
                 self._complete_at[command.transfer] = event.at_seconds
+        elif isinstance(command, Finish):
+            self._finished_at[command.transfer] = event.at_seconds
         elif isinstance(command, Receive):
-            self._allocated_at[event.rank, command.transfer, command.consumer] = event.at_seconds
+            key = event.rank, command.transfer, command.consumer
+            self._allocated_at[key] = event.at_seconds
+            if command.mode == "pull":
+                self._reads.add(key)
 
     def _reported(self, event: Reported) -> None:
         result, at = event.result, event.at_seconds
         problem = self._starving.reported(event)
         if isinstance(result, Received):
-            allocated_at = self._allocated_at.get((event.rank, result.transfer, result.consumer), at)
-            ready_at = max(allocated_at, self._complete_at.get(result.transfer, at))
+            key = event.rank, result.transfer, result.consumer
+            begins = self._finished_at if key in self._reads else self._complete_at
+            ready_at = max(self._allocated_at.get(key, at), begins.get(result.transfer, at))
             posts = sum(1 for posted_at in self._posted_at.get(event.rank, ()) if posted_at >= ready_at)
             soon_seconds = SOON_SECONDS + (SOON_HOPS + POST_HOPS * posts) * self._delay_seconds
             if at > ready_at + soon_seconds:

@@ -196,6 +196,8 @@ class FencesHold(Checker):
         name = None
         if opening is not None and attempt is not None:
             name = opening.transfer, opening.consumer, attempt
+        if event.read:
+            return
         pair = event.target, event.rank
         self._in_flight.setdefault(pair, {})[event.handle] = name
         if name is not None and (pair, name) in self._fenced:

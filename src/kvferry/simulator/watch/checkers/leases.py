@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvferry.ids import ConsumerId, PeerName, TransferId
 from kvferry.protocol.commands import Expect, Reclaim, Released
-from kvferry.protocol.messages import Failed, Register
+from kvferry.protocol.messages import Failed, Fetch, Register
 from kvferry.protocol.reasons import FETCHED, WRITTEN, code_of
 from kvferry.simulator.ground.events import Commanded, MessageEnded, MessageSent, Posted, Reported
 from kvferry.simulator.watch.checkers.base import Checker, Handlers
@@ -47,11 +47,11 @@ class TravellingIsKept(Checker):
         opening = self._ledger.writes[event.rank, event.handle].opening
         if opening is not None and opening in self._attempts:
             name = opening.transfer, opening.consumer, self._attempts[opening]
-            self._travelling.setdefault((event.rank, opening.transfer), set()).add(name)
+            self._travelling.setdefault((event.source, opening.transfer), set()).add(name)
 
     def _sent(self, event: MessageSent) -> None:
         message = self._letters.message
-        if isinstance(message, Register):
+        if isinstance(message, Register | Fetch):
             for opening in self._ledger.openings.get((event.rank, message.transfer, message.consumer), ())[
                 -1:
             ]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from kvferry.handoff import TransferMode
 from kvferry.ids import ConsumerId, EngineId, PeerName, TransferId
 from kvferry.protocol.commands import (
     Advance,
@@ -48,6 +49,7 @@ class Opening:
     start: int
     stop: int
     blocks: tuple[int, ...]
+    mode: TransferMode = "push"
     failed: bool = False
     """Its rank has told its end, but not yet that nobody writes."""
     closed: bool = False
@@ -78,9 +80,10 @@ class Holding:
 
 @dataclass(slots=True, eq=False)
 class Write:
-    """A posted WRITE, with what was open and held when it was posted."""
+    """A posted WRITE or READ, with what was open and held when it was posted."""
 
     rank: PeerName
+    source: PeerName
     target: PeerName
     handle: int
     source_blocks: tuple[int, ...]
@@ -92,6 +95,11 @@ class Write:
     source_returns: int = 0
     target_returns: int = 0
     """How often its blocks had gone back to their engine's pool before."""
+
+    @property
+    def read(self) -> bool:
+        """Whether it is a READ."""
+        return self.source != self.rank
 
 
 @dataclass(slots=True)
@@ -186,7 +194,13 @@ class Ledger(Checker):
 
     def _open(self, rank: PeerName, command: Receive) -> None:
         opening = Opening(
-            rank, command.transfer, command.consumer, command.start, command.stop, expanded(command.groups)
+            rank,
+            command.transfer,
+            command.consumer,
+            command.start,
+            command.stop,
+            expanded(command.groups),
+            command.mode,
         )
         self.openings.setdefault((rank, command.transfer, command.consumer), []).append(opening)
         self.opened.setdefault(rank, {}).update(dict.fromkeys(opening.blocks, opening))
@@ -247,24 +261,25 @@ class Ledger(Checker):
         if opening is not None and not set(event.target_blocks) <= set(opening.blocks):
             opening = None
         lots: tuple[Lot, ...] = ()
-        holding = None if opening is None else self.holdings.get((event.rank, opening.transfer))
+        holding = None if opening is None else self.holdings.get((event.source, opening.transfer))
         if holding is not None:
             lots = _read_from(holding, set(event.source_blocks))
         self.writes[event.rank, event.handle] = Write(
             event.rank,
+            event.source,
             event.target,
             event.handle,
             event.source_blocks,
             event.target_blocks,
             opening,
             lots,
-            self._returns(event.rank, event.source_blocks),
+            self._returns(event.source, event.source_blocks),
             self._returns(event.target, event.target_blocks),
         )
 
     def source_came_back(self, write: Write) -> bool:
         """Whether a pool has got source blocks of a write back since it was posted."""
-        return self._returns(write.rank, write.source_blocks) != write.source_returns
+        return self._returns(write.source, write.source_blocks) != write.source_returns
 
     def target_came_back(self, write: Write) -> bool:
         """Whether a pool has got target blocks of a write back since it was posted."""

@@ -1,4 +1,4 @@
-"""Promise 1: a WRITE is posted only while its source is held and its registration stands."""
+"""Promise 1: a WRITE or READ is posted only while its source is held and its destination stands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PostedUnderPermission(Checker):
         return {Posted: self._posted}
 
     def _posted(self, event: Posted) -> None:
-        if not self._ledger.is_alive(event.target):
+        if not (self._ledger.is_alive(event.target) and self._ledger.is_alive(event.source)):
             # The dead have no use for their memory, and the poster cannot know yet.
             return
         write = self._ledger.writes[event.rank, event.handle]
@@ -40,5 +40,14 @@ class PostedUnderPermission(Checker):
 
     def _broken(self, event: Posted, why: str) -> None:
         self.broken(
-            event.at_seconds, f"{event.rank} posted write {event.handle} to {event.target}, but {why}"
+            event.at_seconds,
+            f"{event.rank} posted {_named(event)}, but {why}",
         )
+
+
+def _named(event: Posted) -> str:
+    return (
+        f"read {event.handle} from {event.source}"
+        if event.read
+        else f"write {event.handle} to {event.target}"
+    )

@@ -24,8 +24,8 @@ class NoReadOfFreedSources(Checker):
 
     def _landed(self, event: Landed) -> None:
         write = self._ledger.writes.get((event.rank, event.handle))
-        if write is None or not self._ledger.is_alive(event.rank):
-            # What a dead engine's memory holds stays as it was.
+        if write is None or write.read or not self._ledger.is_alive(event.rank):
+            # What a dead engine's memory holds stays as it was. A READ does no harm; see `OnlyKeptIsUsed`.
             return
         what = f"write {event.handle} of {event.rank} to {event.target} read {write.source_blocks}"
         if any(lot.given_back for lot in write.lots):
