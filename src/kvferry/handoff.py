@@ -5,11 +5,14 @@ The keys are those of vLLM's own NIXL connectors, so that routers made for these
 hostile until they have passed `parse_*`, which raise `HandoffError` naming the key. Unknown keys are
 ignored: a newer router may talk to an older engine.
 
-Three values exist:
+Four values exist:
 
 - `PrefillParams`: the router's request to the producer.
 - `SourceParams`: the producer's answer: where its KV can be had.
 - `DecodeParams`: the router's request to the consumer: a `SourceParams` plus the transfer.
+- `HeldParams`: a consumer's answer after a turn: what it keeps, to be sent with the next prefill leg.
+
+`remote_block_ids`, which the published connectors need, is a hint to none of ours and is not read here.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ TEXT_CHARACTERS_MAX = 256
 RANKS_MAX = 1024
 CONSUMERS_MAX = 128
 TOKENS_MAX = 1 << 31
+LEASE_SECONDS_MAX = 86_400.0
 TRANSFER_ID_PATTERN = re.compile(r"[0-9A-Za-z_.:-]{8,256}")
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 _CHILD = re.compile(r"^\d+_")
@@ -43,14 +47,13 @@ class PrefillParams(msgspec.Struct, frozen=True, kw_only=True):
     transfer: TransferId | None = None
     mode: TransferMode | None = None
     consumers: int = 1
+    history: HeldParams | None = None
+    """What the engine that decoded the turn before keeps: it may be had instead of computed."""
 
     def to_params(self) -> dict[str, Any]:
         """The dictionary that travels as `kv_transfer_params`."""
-        params: dict[str, Any] = {
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "consumers": self.consumers,
-        }
+        params = {} if self.history is None else self.history.to_params()
+        params |= {"do_remote_decode": True, "do_remote_prefill": False, "consumers": self.consumers}
         return params | _optional(transfer_id=self.transfer, transfer_mode=self.mode)
 
 
@@ -87,11 +90,40 @@ class DecodeParams(msgspec.Struct, frozen=True, kw_only=True):
     transfer: TransferId | None = None
     mode: TransferMode | None = None
     consumers: int = 1
+    prefilled_tokens: int | None = None
+    """How many tokens the producer holds; None while its prefill may still run or be on its way."""
 
     def to_params(self) -> dict[str, Any]:
         """The dictionary that travels as `kv_transfer_params`."""
         params = self.source.to_params() | {"consumers": self.consumers}
-        return params | _optional(transfer_id=self.transfer, transfer_mode=self.mode)
+        return params | _optional(
+            transfer_id=self.transfer, transfer_mode=self.mode, remote_num_tokens=self.prefilled_tokens
+        )
+
+
+class HeldParams(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine keeps of a request that it has decoded: the first `tokens` tokens, under `transfer`.
+
+    It has the shape of a prefill request: routers send it to the next turn's prefill engine as it is. That
+    is why its transfer has a key of its own, `remote_transfer_id`: `transfer_id` is the new one's.
+    """
+
+    source: SourceParams
+    """Without a mode: that of the request which carries all this is for the transfer of the history, too."""
+    transfer: TransferId
+    tokens: int
+    lease_seconds: float | None = None
+    """How long it is kept from the answer on."""
+
+    def to_params(self) -> dict[str, Any]:
+        """The dictionary that travels as `kv_transfer_params`."""
+        params = self.source.to_params() | {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_transfer_id": self.transfer,
+            "remote_num_tokens": self.tokens,
+        }
+        return params | _optional(remote_lease_seconds=self.lease_seconds)
 
 
 def parse_request(params: object) -> PrefillParams | DecodeParams | None:
@@ -109,14 +141,18 @@ def parse_request(params: object) -> PrefillParams | DecodeParams | None:
         raise HandoffError("do_remote_decode", "is true together with do_remote_prefill; set one of them")
     if produces:
         return PrefillParams(
-            transfer=reader.transfer(), mode=reader.mode(), consumers=reader.count("consumers", CONSUMERS_MAX)
+            transfer=reader.transfer("transfer_id"),
+            mode=reader.mode(),
+            consumers=reader.count("consumers", CONSUMERS_MAX),
+            history=_held(reader),
         )
     if consumes:
         return DecodeParams(
             source=_source(reader),
-            transfer=reader.transfer(),
+            transfer=reader.transfer("transfer_id"),
             mode=reader.mode(),
             consumers=reader.count("consumers", CONSUMERS_MAX),
+            prefilled_tokens=reader.tokens() or None,
         )
     return None
 
@@ -128,6 +164,16 @@ def parse_source(params: object) -> SourceParams:
         HandoffError: a key has a wrong type, is missing or out of range.
     """
     return _source(_Reader(params))
+
+
+def parse_held(params: object) -> HeldParams | None:
+    """Read the `kv_transfer_params` of a consumer's answer; None when it keeps nothing.
+
+    Raises:
+        HandoffError: a key has a wrong type, is missing or out of range.
+    """
+    reader = _Reader(params)
+    return _held(reader) if reader.flag("do_remote_decode") else None
 
 
 def paired_by_request_id(request_id: str) -> TransferId:
@@ -149,6 +195,18 @@ def _source(reader: _Reader) -> SourceParams:
         incarnation=None if incarnation is None else Incarnation(incarnation),
         mode=reader.mode(),
     )
+
+
+def _held(reader: _Reader) -> HeldParams | None:
+    """What a prefill request says of an earlier turn; routers send the keys as nulls when there was none."""
+    tokens = reader.tokens()
+    if not tokens or reader.text("remote_engine_id") is None:
+        return None
+    transfer = reader.transfer("remote_transfer_id")
+    if transfer is None:
+        transfer = paired_by_request_id(reader.required_text("remote_request_id"))
+    source = msgspec.structs.replace(_source(reader), mode=None)
+    return HeldParams(source=source, transfer=transfer, tokens=tokens, lease_seconds=reader.lease_seconds())
 
 
 def _optional(**values: object) -> dict[str, Any]:
@@ -201,13 +259,33 @@ class _Reader:
         """A whole number from 1 on; absent means 1."""
         return 1 if self._params.get(key) is None else self.integer(key, 1, most)
 
-    def transfer(self) -> TransferId | None:
-        value = self.text("transfer_id")
+    def tokens(self) -> int:
+        """How many tokens are held; absent means none."""
+        key = "remote_num_tokens"
+        return 0 if self._params.get(key) is None else self.integer(key, 0, TOKENS_MAX)
+
+    def lease_seconds(self) -> float | None:
+        key = "remote_lease_seconds"
+        value = self._params.get(key)
+        if value is None:
+            return None
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value <= LEASE_SECONDS_MAX
+        ):
+            raise HandoffError(
+                key, f"must be a number over 0 and up to {LEASE_SECONDS_MAX:g}, not {_shown(value)}"
+            )
+        return float(value)
+
+    def transfer(self, key: str) -> TransferId | None:
+        value = self.text(key)
         if value is None:
             return None
         if not TRANSFER_ID_PATTERN.fullmatch(value):
             # The id is a secret: the message shows the rule, never the value.
-            raise HandoffError("transfer_id", "must have 8 to 256 letters, digits or any of _ . : -")
+            raise HandoffError(key, "must have 8 to 256 letters, digits or any of _ . : -")
         return TransferId(value)
 
     def mode(self) -> TransferMode | None:

@@ -10,12 +10,16 @@ import pytest
 from kvferry.errors import HandoffError
 from kvferry.handoff import (
     CONSUMERS_MAX,
+    LEASE_SECONDS_MAX,
     RANKS_MAX,
     TEXT_CHARACTERS_MAX,
+    TOKENS_MAX,
     DecodeParams,
+    HeldParams,
     PrefillParams,
     SourceParams,
     paired_by_request_id,
+    parse_held,
     parse_request,
     parse_source,
 )
@@ -32,6 +36,7 @@ FULL = SourceParams(
     incarnation=Incarnation("i-1"),
     mode="pull",
 )
+HELD = HeldParams(source=SOURCE, transfer=TransferId("the-turn-before"), tokens=300, lease_seconds=60.0)
 PREFILL = {"do_remote_decode": True, "transfer_id": SECRET}
 DECODE = {
     "do_remote_prefill": True,
@@ -53,7 +58,9 @@ def over_http(params: dict[str, Any]) -> Any:
         PrefillParams(),
         PrefillParams(transfer=TransferId(SECRET), mode="push", consumers=CONSUMERS_MAX),
         DecodeParams(source=SOURCE),
+        PrefillParams(transfer=TransferId(SECRET), mode="pull", history=HELD),
         DecodeParams(source=FULL, transfer=TransferId(SECRET), mode="pull", consumers=4),
+        DecodeParams(source=FULL, mode="pull", prefilled_tokens=TOKENS_MAX),
         DecodeParams(
             source=SourceParams(engine=EngineId("p"), host="h", port=1, incarnation=Incarnation("i"))
         ),
@@ -66,6 +73,74 @@ def test_requests_survive_the_way(params: PrefillParams | DecodeParams) -> None:
 @pytest.mark.parametrize("source", [SOURCE, FULL])
 def test_a_source_survives_the_way(source: SourceParams) -> None:
     assert parse_source(over_http(source.to_params())) == source
+
+
+def test_what_is_held_survives_the_way_and_is_the_next_turns_history() -> None:
+    """Routers hand a decode engine's answer to the next turn's prefill engine as it is."""
+    assert parse_held(over_http(HELD.to_params())) == HELD
+    answer = over_http(HELD.to_params())
+    assert parse_request(answer) == PrefillParams(history=HELD)
+    assert parse_request(answer | {"transfer_id": SECRET}) == PrefillParams(
+        transfer=TransferId(SECRET), history=HELD
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"remote_num_tokens": 0},
+        {"remote_num_tokens": None},
+        {"remote_engine_id": None},
+        {"do_remote_decode": False},
+    ],
+)
+def test_an_answer_that_holds_nothing_is_none(change: dict[str, Any]) -> None:
+    assert parse_held(HELD.to_params() | change) is None
+
+
+def test_the_nulls_of_the_published_proxies_are_no_history() -> None:
+    nulls = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+    assert parse_request(PREFILL | nulls) == parse_request(PREFILL)
+
+
+def test_what_another_connector_holds_is_known_by_its_request_id() -> None:
+    params = HELD.to_params() | {"remote_transfer_id": None, "remote_request_id": "cmpl-a-0-0123abcd"}
+    held = parse_held(params)
+    assert held is not None
+    assert held.transfer == paired_by_request_id("cmpl-a-0-deadbeef")
+    with pytest.raises(HandoffError, match="remote_request_id: is missing"):
+        parse_held(HELD.to_params() | {"remote_transfer_id": None})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("remote_num_tokens", -1),
+        ("remote_num_tokens", "3"),
+        ("remote_num_tokens", TOKENS_MAX + 1),
+        ("remote_transfer_id", "short"),
+        ("remote_transfer_id", 7),
+        ("remote_lease_seconds", 0),
+        ("remote_lease_seconds", True),
+        ("remote_lease_seconds", float("nan")),
+        ("remote_lease_seconds", "3"),
+        ("remote_lease_seconds", LEASE_SECONDS_MAX * 2),
+        ("remote_host", None),
+        ("remote_port", 0),
+    ],
+)
+def test_what_is_wrong_with_a_history_is_named(key: str, value: object) -> None:
+    for parse in (parse_held, parse_request):
+        with pytest.raises(HandoffError) as caught:
+            parse(HELD.to_params() | {key: value})
+        assert caught.value.field == key
+
+
+def test_a_held_transfer_is_in_no_message() -> None:
+    """It is the right to the KV, as `transfer_id` is."""
+    with pytest.raises(HandoffError) as caught:
+        parse_held(HELD.to_params() | {"remote_transfer_id": SECRET + "/"})
+    assert SECRET[:8] not in str(caught.value)
 
 
 def test_the_requests_mode_stands_before_the_sources() -> None:
@@ -119,7 +194,7 @@ def test_params_that_ask_for_nothing(params: object) -> None:
 @pytest.mark.parametrize("base", [PREFILL, DECODE])
 def test_unknown_keys_are_ignored(base: dict[str, Any]) -> None:
     """X02: a newer router, or one made for another connector, sends keys that we do not know."""
-    extra = {"remote_block_ids": [[1, 2]], "dcp_size": 1, "remote_num_tokens": "?", "future": {"a": [None]}}
+    extra = {"remote_block_ids": [[1, 2]], "dcp_size": 1, "future": {"a": [None]}}
     assert parse_request(base | extra) == parse_request(base)
 
 
