@@ -84,6 +84,8 @@ class FakeEngine:
 
     def __init__(self, identity: SourceParams | None = None) -> None:
         self.identity = identity
+        self.told: dict[str, Any] = {}
+        """What its coordinates in answers carry besides."""
         self.healthy = True
         self.stuck: asyncio.Event | None = None
         """When set to an event, health checks wait for it."""
@@ -220,7 +222,7 @@ class FakeEngine:
             "kv_transfer_params": None,
         }
         if received.params.get("do_remote_decode") and self.identity is not None:
-            answer["kv_transfer_params"] = self.identity.to_params()
+            answer["kv_transfer_params"] = self.identity.to_params() | self.told
         return answer
 
 

@@ -51,6 +51,11 @@ class RouterWorld:
         labels = {"leg": leg, "reason": reason}
         return self.router.metrics.registry.get_sample_value("kvferry_router_retries_total", labels) or 0.0
 
+    def transfers(self, mode: str, reason: str) -> float:
+        """The value of `kvferry_router_transfers_total`."""
+        labels = {"mode": mode, "reason": reason}
+        return self.router.metrics.registry.get_sample_value("kvferry_router_transfers_total", labels) or 0.0
+
     async def check(self) -> None:
         """Check every engine once more."""
         for worker in self.router.pool.workers():

@@ -98,7 +98,7 @@ class Api:
                 return web.Response(body=body, content_type=JSON)
 
     async def readiness(self, request: web.Request) -> web.StreamResponse:
-        """`GET /readiness`, `/health`: 200 when a request could be pushed: a ready engine of each role."""
+        """`GET /readiness`, `/health`: 200 when a request could be served: a ready engine of each role."""
         del request
         ready = self._pool.ready and not self.draining
         counts = {role.value: sum(w.ready for w in self._pool.workers(role)) for role in Role}

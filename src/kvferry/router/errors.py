@@ -21,9 +21,11 @@ class Cause(enum.StrEnum):
     """Why a request ended as it did; bounded, for it is a metric's label."""
 
     NONE = "none"
-    # Served, but not by push.
+    # Served, but without a hand-over.
     NO_PREFILL = "no_prefill"
     PREFILL_FAILED = "prefill_failed"
+    NOTHING_HELD = "nothing_held"
+    """Pull: the prefill engine's answer names no KV that could be fetched."""
     NEEDS_WHOLE_PROMPT = "needs_whole_prompt"
     """The answer contains something about the prompt that only the engine that computed it can tell."""
     # Not served.

@@ -87,6 +87,8 @@ class PrefillAnswer:
 
     source: SourceParams | None
     cached_tokens: int | None
+    params: Body
+    """Its `kv_transfer_params` as the engine wrote them; empty when `source` is None."""
 
 
 class DecodeStream:
@@ -203,7 +205,8 @@ class Engines:
         # An answer that was under way while the engine died says nothing of who comes after it.
         if source is not None and worker.up:
             self._pool.learn(worker, source)
-        return PrefillAnswer(source, cached_tokens_of(answer))
+        params = {} if source is None else answer[PARAMS]
+        return PrefillAnswer(source, cached_tokens_of(answer), params)
 
     async def answer(self, worker: Worker, call: Call) -> Body:
         """Run a leg that is not streamed to its end.

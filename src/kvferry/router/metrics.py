@@ -18,7 +18,8 @@ class RouterMetrics:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "kvferry_router_requests_total",
-            "Client requests by path (push, local: the decode engine prefilled, none), outcome and cause.",
+            "Client requests by path (push, pull, local: the decode engine prefilled, none), outcome and"
+            " cause.",
             ("path", "outcome", "cause"),
             registry=self.registry,
         )
@@ -45,6 +46,12 @@ class RouterMetrics:
             "kvferry_router_retries_total",
             "Legs that were sent anew, by the leg that failed and why.",
             ("leg", "reason"),
+            registry=self.registry,
+        )
+        self.transfers = Counter(
+            "kvferry_router_transfers_total",
+            "Dispatches of a prompt to both roles, by mode and why it was chosen.",
+            ("mode", "reason"),
             registry=self.registry,
         )
         self.worker_up = Gauge(

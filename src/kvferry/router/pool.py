@@ -93,10 +93,14 @@ class Pool:
         side.turn += 1
         return fresh[index]
 
+    def any_ready(self, role: Role) -> bool:
+        """Whether a worker of the role is ready."""
+        return any(worker.ready for worker in self._sides[role].workers)
+
     @property
     def ready(self) -> bool:
-        """Whether a request could be pushed: at least one ready engine of each role."""
-        return all(any(worker.ready for worker in side.workers) for side in self._sides.values())
+        """Whether a request could be handed over: at least one ready engine of each role."""
+        return all(self.any_ready(role) for role in self._sides)
 
     def alive(self, worker: Worker) -> None:
         """The worker answered its health check."""

@@ -10,10 +10,11 @@ from typing import Any
 
 import msgspec
 
-from kvferry.router.dispatch import Dispatcher, Prompt
+from kvferry.router.dispatch import Dispatcher
 from kvferry.router.errors import Cause
 from kvferry.router.legs import DecodeStream, LegError, Reason
 from kvferry.router.openai import Body, ClientRequest, client_answer, joined, shifted, summed
+from kvferry.router.prompts import Prompt, Route
 from kvferry.router.sse import DONE, data_of, event_of
 
 _BATCHES_PER_PROMPT = 4
@@ -27,12 +28,12 @@ class Account:
     path: str = "none"
     cause: Cause = Cause.NONE
 
-    def note(self, cause: Cause) -> None:
-        """One of its prompts was served; a prompt that was not pushed speaks for all."""
-        if cause is not Cause.NONE:
-            self.path, self.cause = "local", cause
+    def note(self, route: Route) -> None:
+        """One of its prompts was served; the first one speaks for all, or one that was not handed over."""
+        if route.mode is None:
+            self.path, self.cause = "local", route.cause
         elif self.path == "none":
-            self.path = "push"
+            self.path = route.mode
 
 
 class Relay:
@@ -92,7 +93,7 @@ class Relay:
         served = await self._dispatcher.serve(prompt)
         try:
             assert isinstance(served.decode, dict)
-            self.account.note(served.cause)
+            self.account.note(served.route)
             answer = client_answer(served.decode, served.cached_tokens)
             served.finish()
             return answer
@@ -109,7 +110,7 @@ class Relay:
         served = await self._dispatcher.serve(prompt)
         try:
             assert isinstance(served.decode, DecodeStream)
-            self.account.note(served.cause)
+            self.account.note(served.route)
             while (events := await served.decode.more()) is not None:
                 yield events, served.cached_tokens
             served.finish()

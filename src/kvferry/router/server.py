@@ -24,7 +24,7 @@ from kvferry.router.legs import Engines
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.policy import POLICIES
 from kvferry.router.pool import Pool, Role, Worker
-from kvferry.router.settings import OnPrefillFailure, RouterSettings
+from kvferry.router.settings import TRANSFER_MODES, OnPrefillFailure, RouterSettings
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +119,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--policy", choices=policies, help="how engines of both roles are chosen")
     add("--prefill-policy", choices=policies, help="how prefill engines are chosen (default: round_robin)")
     add("--decode-policy", choices=policies, help="how decode engines are chosen (default: least_load)")
+    add(
+        "--transfer-mode",
+        choices=TRANSFER_MODES,
+        default="push",
+        help="how KV comes to decode engines (default: %(default)s)",
+    )
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8000, help="port to listen on, 0 for any (default: %(default)s)")
     add(
@@ -149,6 +155,10 @@ _NUMBERS = {
         "--prefill-linger-seconds",
         "how long a prefill leg may outlive its decode leg",
     ),
+    "prefill_lease_seconds": (
+        "--prefill-lease-seconds",
+        "pull: how long a prefill engine keeps what nobody has asked for, its kv_lease_duration",
+    ),
     "health_interval_seconds": ("--health-interval-seconds", "between two checks of an engine"),
     "drain_seconds": ("--drain-seconds", "how long requests in flight may take after SIGTERM"),
     "retries": ("--retries", "how often a prompt's legs are sent anew"),
@@ -171,6 +181,7 @@ def settings_of(arguments: argparse.Namespace) -> RouterSettings:
         prefill_policy=arguments.prefill_policy or arguments.policy or "round_robin",
         decode_policy=arguments.decode_policy or arguments.policy or "least_load",
         api_key=arguments.api_key or None,
+        transfer_mode=arguments.transfer_mode,
         on_prefill_failure=OnPrefillFailure(arguments.on_prefill_failure),
         **numbers,
     )

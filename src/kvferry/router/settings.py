@@ -10,6 +10,7 @@ from kvferry.errors import UsageError
 from kvferry.router.policy import POLICIES
 
 MEBIBYTE = 1 << 20
+TRANSFER_MODES = ("push", "pull")
 
 
 class OnPrefillFailure(enum.Enum):
@@ -37,6 +38,8 @@ class RouterSettings:
     decode_policy: str = "least_load"
     api_key: str | None = None
     on_prefill_failure: OnPrefillFailure = OnPrefillFailure.RETRY
+    transfer_mode: str = "push"
+    """One of `TRANSFER_MODES`."""
 
     request_timeout_seconds: float = 600.0
     connect_timeout_seconds: float = 5.0
@@ -46,6 +49,8 @@ class RouterSettings:
     """How long a decode leg whose prefill engine died may take to recompute before it is sent anew."""
     prefill_linger_seconds: float = 30.0
     """How long a prefill leg may outlive its decode leg."""
+    prefill_lease_seconds: float = 30.0
+    """How long a prefill engine keeps what nobody has asked for, `kv_lease_duration` there; pull only."""
     health_interval_seconds: float = 2.0
     health_timeout_seconds: float = 2.0
     probe_timeout_seconds: float = 30.0
@@ -75,6 +80,9 @@ class RouterSettings:
         ):
             if policy not in POLICIES:
                 raise UsageError(f"{flag}: {policy!r} is unknown; choose one of {', '.join(POLICIES)}")
+        if self.transfer_mode not in TRANSFER_MODES:
+            modes = ", ".join(TRANSFER_MODES)
+            raise UsageError(f"--transfer-mode: {self.transfer_mode!r} is unknown; choose one of {modes}")
         self._check_numbers()
 
     def _check_numbers(self) -> None:

@@ -10,9 +10,9 @@ import aiohttp
 import pytest
 
 from kvferry.ids import TransferId
-from kvferry.router.dispatch import _Legs
 from kvferry.router.legs import DecodeStream
 from kvferry.router.pool import Role, Worker
+from kvferry.router.push import Legs
 from kvferry.router.settings import OnPrefillFailure
 from tests.support.fake_engine import Step, failing, source
 from tests.support.router_world import RouterWorld, events_of, router_world, until
@@ -287,7 +287,7 @@ async def test_a_stream_that_arrives_while_its_request_ends_is_closed() -> None:
     await decode
     prefill = asyncio.create_task(asyncio.Event().wait())
     worker, transfer = Worker("http://p", Role.PREFILL), TransferId("transfer-one")
-    legs = _Legs(worker=worker, source=source(), transfer=transfer, prefill=prefill, decode=decode)
+    legs = Legs(worker=worker, source=source(), transfer=transfer, prefill=prefill, decode=decode)
     await legs.cancel()
     await closed.wait()
     assert prefill.cancelled()

@@ -35,6 +35,8 @@ def test_arguments_become_settings() -> None:
             "--max-concurrent-requests=7",
             "--retries=0",
             "--on-prefill-failure=fail",
+            "--transfer-mode=pull",
+            "--prefill-lease-seconds=7",
             "--api-key=k",
         )
     )
@@ -46,6 +48,7 @@ def test_arguments_become_settings() -> None:
     assert settings.retries == 0
     assert settings.on_prefill_failure is OnPrefillFailure.FAIL
     assert settings.api_key == "k"
+    assert (settings.transfer_mode, settings.prefill_lease_seconds) == ("pull", 7.0)
 
 
 def test_the_defaults_are_the_settings_own() -> None:
@@ -69,6 +72,8 @@ def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) 
         ("decode", ("http://d/?x=1",), "--decode"),
         ("decode", ("http://d", "http://d"), "--decode"),
         ("prefill_policy", "best", "--prefill-policy"),
+        ("transfer_mode", "both", "--transfer-mode"),
+        ("prefill_lease_seconds", 0.0, "prefill_lease_seconds"),
         ("request_timeout_seconds", 0.0, "request_timeout_seconds"),
         ("request_timeout_seconds", float("nan"), "request_timeout_seconds"),
         ("concurrent_requests_max", 0, "concurrent_requests_max"),
