@@ -15,6 +15,7 @@ from kvferry.ids import TransferId
 from kvferry.router.errors import Cause, RequestError
 from kvferry.router.legs import Call, DecodeStream, LegError, PrefillAnswer, Reason
 from kvferry.router.openai import Body, Endpoint, decode_body, prefill_body
+from kvferry.router.policy import ModeChoice, transfer_mode
 from kvferry.router.pool import Role, Worker
 from kvferry.router.probe import release_body
 from kvferry.router.prompts import Prompt
@@ -43,6 +44,7 @@ class Attempts:
         self.failure: LegError | None = None
         """The last one, to be told when nothing is left to try."""
         self._tried: set[Worker] = set()
+        self._choice = ModeChoice("push", "fixed")
 
     async def choose(self, role: Role) -> Worker | None:
         """A ready engine, after a moment if it is one that has failed before; None when there is none."""
@@ -65,9 +67,24 @@ class Attempts:
         if self.alone is Cause.NONE:
             self.alone = Cause.NO_PREFILL if self.failure is None else Cause.PREFILL_FAILED
 
-    def count(self, mode: TransferMode, reason: str) -> None:
-        """Note the mode of a dispatch, and why it was chosen."""
-        self.services.metrics.transfers.labels(mode, reason).inc()
+    def mode(self) -> TransferMode:
+        """The mode of the next dispatch; counted with the reason for it when it is begun."""
+        fixed = self.settings.transfer_mode
+        if fixed == "auto":
+            queues = self.services.pool.queues(Role.DECODE)
+            self._choice = transfer_mode(self.prompt.estimated_tokens, queues)
+        else:
+            self._choice = ModeChoice(fixed, "fixed")
+        return self._choice.mode
+
+    def begin(self) -> None:
+        """Both roles have an engine for the dispatch whose `mode` was chosen last."""
+        self.services.metrics.transfers.labels(self._choice.mode, self._choice.reason).inc()
+
+    def waited(self, worker: Worker, seconds: float) -> None:
+        """Note what a decode engine has added to the first token by itself; only streams show it."""
+        if self.prompt.stream:
+            worker.pace.note(max(seconds, 0.0), self.services.pool.clock())
 
     def again(self, leg: Role, reason: str) -> NoReturn:
         """Send the legs anew, for which one retry is taken."""

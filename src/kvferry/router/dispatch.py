@@ -56,7 +56,7 @@ class Dispatcher(Services):
 
 
 async def _dispatch(attempts: Attempts) -> Served:
-    if attempts.alone is Cause.NONE and attempts.settings.transfer_mode == "pull":
+    if attempts.alone is Cause.NONE and attempts.mode() == "pull":
         return await _pull(attempts)
     decode = await attempts.choose(Role.DECODE)
     if decode is None:
@@ -64,7 +64,7 @@ async def _dispatch(attempts: Attempts) -> Served:
     prefill = await attempts.choose(Role.PREFILL) if attempts.alone is Cause.NONE else None
     # A prefill engine may have been forgotten while the choice backed off.
     if prefill is not None and prefill.source is not None:
-        attempts.count("push", "fixed")
+        attempts.begin()
         return await push(attempts, prefill, prefill.source, decode)
     attempts.without_prefill()
     answer = await attempts.decode(decode, attempts.headers(), None)
@@ -79,5 +79,5 @@ async def _pull(attempts: Attempts) -> Served:
     if prefill is None:
         attempts.without_prefill()
         raise Again
-    attempts.count("pull", "fixed")
+    attempts.begin()
     return await pull(attempts, prefill)

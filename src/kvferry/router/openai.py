@@ -18,6 +18,7 @@ from kvferry.router.errors import invalid
 
 Body = dict[str, Any]
 
+_BYTES_PER_TOKEN = 4
 PARAMS = "kv_transfer_params"
 
 # What only matters to tokens that the prefill leg does not make, could make it invalid with one token
@@ -168,6 +169,17 @@ def summed(usages: Sequence[object]) -> Body | None:
             else:
                 total.setdefault(key, value)
     return total if given else None
+
+
+def estimated_tokens(endpoint: Endpoint, body: Body) -> int:
+    """How many tokens a prompt has, roughly: ids are counted, text has one in four bytes."""
+    prompt = body.get("messages" if endpoint is Endpoint.CHAT else "prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list | str):
+        (prompt,) = prompt
+    if isinstance(prompt, list) and endpoint is Endpoint.COMPLETIONS:
+        return len(prompt)
+    text = prompt.encode("utf-8", "surrogatepass") if isinstance(prompt, str) else msgspec.json.encode(prompt)
+    return -(-len(text) // _BYTES_PER_TOKEN)
 
 
 def error_message(raw: bytes) -> str | None:

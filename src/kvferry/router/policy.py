@@ -1,15 +1,25 @@
-"""Which worker serves next: pure choices over their loads."""
+"""Which worker serves next, and by which mode: pure choices over what the router knows of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from random import Random
+
+from kvferry.handoff import TransferMode
 
 Policy = Callable[[Sequence[int], int, Random], int]
 """`(loads, turn, chance)` -> index into loads.
 
-`loads` are legs in flight and never empty; `turn` counts choices.
+`loads` are legs in flight, or expected waits in microseconds, and never empty; `turn` counts choices.
 """
+
+OVERLAP_FROM_TOKENS = 2048
+"""What is computed in the last step of a prefill leaves after it in either mode."""
+TRANSFER_SECONDS_PER_TOKEN = 5e-6
+"""About a quarter of a mebibyte of KV per token at 50 GB/s."""
+COORDINATION_SECONDS = 0.002
+"""What a decode leg takes to reach its engine's scheduler, and the engine to find the producer."""
 
 
 def round_robin(loads: Sequence[int], turn: int, chance: Random) -> int:
@@ -25,7 +35,7 @@ def at_random(loads: Sequence[int], turn: int, chance: Random) -> int:
 
 
 def least_load(loads: Sequence[int], turn: int, chance: Random) -> int:
-    """The one with the fewest requests in flight; equals take turns."""
+    """The one with the least load; equals take turns."""
     del chance
     least = min(loads)
     equals = [index for index, load in enumerate(loads) if load == least]
@@ -46,4 +56,62 @@ POLICIES: dict[str, Policy] = {
     "random": at_random,
     "least_load": least_load,
     "power_of_two": power_of_two,
+    "least_wait": least_load,
 }
+MEASURED_POLICIES = frozenset({"least_wait"})
+"""Those whose loads are expected waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """What is known of a decode engine."""
+
+    in_flight: int
+    """The router's own legs to it."""
+    wait_seconds: float | None
+    """What it has lately added to the first token by itself; None when nobody knows."""
+
+
+def expected_waits(queues: Sequence[Queue]) -> list[float]:
+    """What each engine would add to the next request's first token, in seconds.
+
+    A wait grows with the engine's share of the legs in flight. One that nobody knows counts as the least that
+    is known, so that such an engine is tried; with none known the legs alone decide.
+    """
+    known = [queue.wait_seconds for queue in queues if queue.wait_seconds is not None]
+    assumed = min(known, default=1.0)
+    mean = sum(queue.in_flight for queue in queues) / len(queues)
+    waits = [assumed if queue.wait_seconds is None else queue.wait_seconds for queue in queues]
+    shares = [(1 + queue.in_flight) / (1 + mean) for queue in queues]
+    return [wait * share for wait, share in zip(waits, shares, strict=True)]
+
+
+def overlap_seconds(prompt_tokens: int) -> float:
+    """What push saves by writing while prefill runs: all but the last step's KV, and the decode leg's way."""
+    return COORDINATION_SECONDS + TRANSFER_SECONDS_PER_TOKEN * max(0, prompt_tokens - OVERLAP_FROM_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class ModeChoice:
+    """A mode, and why: a label of `kvferry_router_transfers_total`."""
+
+    mode: TransferMode
+    reason: str
+
+
+def transfer_mode(prompt_tokens: int, queues: Sequence[Queue]) -> ModeChoice:
+    """The mode of one transfer: pull where choosing the decode engine late is worth more than overlap.
+
+    `queues` are the decode engines that may be chosen. With fewer than two there is nothing to choose. With
+    one that nobody has measured lately, an early choice is blind. Else a late choice is worth what the best
+    engine is expected to be better than the average one, and push is worth `overlap_seconds`.
+    """
+    if len(queues) < 2:
+        return ModeChoice("push", "one_decode")
+    if any(queue.wait_seconds is None for queue in queues):
+        return ModeChoice("pull", "unknown")
+    waits = expected_waits(queues)
+    late_seconds = sum(waits) / len(waits) - min(waits)
+    if late_seconds > overlap_seconds(prompt_tokens):
+        return ModeChoice("pull", "unequal")
+    return ModeChoice("push", "overlap")

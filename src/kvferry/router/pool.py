@@ -7,13 +7,15 @@ answers its health check and, being a prefill engine, has told its coordinates.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 
 from kvferry.handoff import SourceParams
-from kvferry.router.policy import POLICIES
+from kvferry.router.pace import Pace
+from kvferry.router.policy import MEASURED_POLICIES, POLICIES, Queue, expected_waits
 
 
 class Role(enum.StrEnum):
@@ -36,6 +38,8 @@ class Worker:
     """Why it is not ready; empty when it is."""
     in_flight: int = 0
     """Legs open to it."""
+    pace: Pace = field(default_factory=Pace)
+    """A decode engine's: what it adds to the first token by itself."""
     hanging: bool = False
     """Its last check got no answer in time: no request waits for the next one."""
 
@@ -68,6 +72,7 @@ class Pool:
     chance: Random
     changed: Callable[[Worker], None]
     """Told after each change of a worker's readiness."""
+    clock: Callable[[], float] = time.monotonic
     _sides: dict[Role, _Side] = field(default_factory=dict)
 
     def add(self, role: Role, urls: Collection[str], policy: str) -> None:
@@ -89,9 +94,19 @@ class Pool:
         if not fresh:
             return None
         loads = [worker.in_flight for worker in fresh]
+        if side.policy in MEASURED_POLICIES:
+            loads = [round(seconds * 1e6) for seconds in expected_waits(self._queues(fresh))]
         index = POLICIES[side.policy](loads, side.turn, self.chance)
         side.turn += 1
         return fresh[index]
+
+    def queues(self, role: Role) -> list[Queue]:
+        """What is known of the role's ready workers."""
+        return self._queues([worker for worker in self._sides[role].workers if worker.ready])
+
+    def _queues(self, workers: Sequence[Worker]) -> list[Queue]:
+        now = self.clock()
+        return [Queue(worker.in_flight, worker.pace.recent(now)) for worker in workers]
 
     def any_ready(self, role: Role) -> bool:
         """Whether a worker of the role is ready."""
@@ -114,6 +129,7 @@ class Pool:
         """The worker cannot serve. Another may come back at its address, so its identity is forgotten."""
         worker.up = False
         worker.source = None
+        worker.pace.forget()
         worker.problem = problem
         self.changed(worker)
 

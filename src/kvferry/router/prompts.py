@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 from kvferry.handoff import TransferMode
 from kvferry.router.errors import Cause
 from kvferry.router.legs import DecodeStream, PrefillAnswer
-from kvferry.router.openai import Body, Endpoint
+from kvferry.router.openai import Body, Endpoint, estimated_tokens
 from kvferry.router.pool import Worker
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Prompt:
     """One prompt of a client request."""
 
@@ -29,6 +30,11 @@ class Prompt:
     """Of the client request and the prompt's position in it; each dispatch adds a random part of its own."""
     headers: Mapping[str, str]
     """What both legs get of the client's headers."""
+
+    @cached_property
+    def estimated_tokens(self) -> int:
+        """How long it is, roughly."""
+        return estimated_tokens(self.endpoint, self.body)
 
 
 @dataclass(frozen=True, slots=True)

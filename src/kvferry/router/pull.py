@@ -16,6 +16,7 @@ from kvferry.router.attempts import Again, Attempts
 from kvferry.router.errors import Cause
 from kvferry.router.legs import DecodeStream, LegError, PrefillAnswer
 from kvferry.router.openai import Body
+from kvferry.router.policy import overlap_seconds
 from kvferry.router.pool import Role, Worker
 from kvferry.router.prompts import Route, Served, cancelled, leg_task, may_be_held
 
@@ -76,9 +77,14 @@ async def _decode(
         worker = await attempts.choose(Role.DECODE)
         if worker is None:
             raise attempts.nobody_decodes()
+        sent = clock()
         try:
-            return worker, await attempts.decode(worker, headers, params)
+            answer = await attempts.decode(worker, headers, params)
         except LegError as failure:
             if failure.may_have_started or clock() >= kept_until:
                 raise
             attempts.after_failure(failure)
+        else:
+            # What push would have overlapped is no fault of the engine.
+            attempts.waited(worker, clock() - sent - overlap_seconds(attempts.prompt.estimated_tokens))
+            return worker, answer

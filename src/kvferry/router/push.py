@@ -25,6 +25,8 @@ class Legs:
 
     worker: Worker
     """The prefill engine."""
+    consumer: Worker
+    """The decode engine."""
     source: SourceParams
     """Where the decode leg was told to expect the KV from."""
     transfer: TransferId
@@ -64,6 +66,7 @@ def _start(attempts: Attempts, prefill: Worker, source: SourceParams, decode: Wo
     headers = attempts.headers()
     return Legs(
         worker=prefill,
+        consumer=decode,
         source=source,
         transfer=transfer,
         decode=leg_task(attempts.decode(decode, headers, consuming.to_params())),
@@ -73,7 +76,9 @@ def _start(attempts: Attempts, prefill: Worker, source: SourceParams, decode: Wo
 
 async def _outcome(attempts: Attempts, legs: Legs) -> Body | DecodeStream:
     """Wait for the decode leg, minding what the prefill leg does before."""
+    clock = asyncio.get_running_loop().time
     waiting: set[asyncio.Task[Any]] = {legs.prefill, legs.decode}
+    prefilled: float | None = None
     patience_seconds: float | None = None
     while not legs.decode.done():
         done, _ = await asyncio.wait(waiting, timeout=patience_seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -81,10 +86,14 @@ async def _outcome(attempts: Attempts, legs: Legs) -> Body | DecodeStream:
             attempts.decode_alone("recovery")
         if legs.prefill in done and not legs.decode.done():
             waiting.discard(legs.prefill)
+            prefilled = clock()
             patience_seconds = await _after_prefill(attempts, legs)
     if patience_seconds is not None:
         _after_recovery(attempts, legs.decode)
-    return legs.decode.result()
+        return legs.decode.result()
+    answer = legs.decode.result()
+    attempts.waited(legs.consumer, 0.0 if prefilled is None else clock() - prefilled)
+    return answer
 
 
 async def _after_prefill(attempts: Attempts, legs: Legs) -> float | None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Literal
 from urllib.parse import urlsplit
 
 from kvferry.errors import UsageError
 from kvferry.router.policy import POLICIES
 
 MEBIBYTE = 1 << 20
-TRANSFER_MODES = ("push", "pull")
+RouterMode = Literal["push", "pull", "auto"]
+TRANSFER_MODES: tuple[RouterMode, ...] = ("push", "pull", "auto")
 
 
 class OnPrefillFailure(enum.Enum):
@@ -38,8 +40,8 @@ class RouterSettings:
     decode_policy: str = "least_load"
     api_key: str | None = None
     on_prefill_failure: OnPrefillFailure = OnPrefillFailure.RETRY
-    transfer_mode: str = "push"
-    """One of `TRANSFER_MODES`."""
+    transfer_mode: RouterMode = "push"
+    """`auto` decides for each transfer, see `policy.transfer_mode`."""
 
     request_timeout_seconds: float = 600.0
     connect_timeout_seconds: float = 5.0

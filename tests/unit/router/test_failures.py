@@ -287,7 +287,9 @@ async def test_a_stream_that_arrives_while_its_request_ends_is_closed() -> None:
     await decode
     prefill = asyncio.create_task(asyncio.Event().wait())
     worker, transfer = Worker("http://p", Role.PREFILL), TransferId("transfer-one")
-    legs = Legs(worker=worker, source=source(), transfer=transfer, prefill=prefill, decode=decode)
+    legs = Legs(
+        worker=worker, consumer=worker, source=source(), transfer=transfer, prefill=prefill, decode=decode
+    )
     await legs.cancel()
     await closed.wait()
     assert prefill.cancelled()

@@ -18,6 +18,7 @@ from kvferry.router.openai import (
     client_answer,
     decode_body,
     error_message,
+    estimated_tokens,
     joined,
     prefill_body,
     read,
@@ -258,3 +259,19 @@ def test_cached_tokens_are_read_with_care(answer: dict[str, Any], count: int | N
 )
 def test_an_engines_error_is_understood_or_left(raw: bytes, message: str | None) -> None:
     assert error_message(raw) == message
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "tokens"),
+    [
+        (Endpoint.COMPLETIONS, {"prompt": "abcde"}, 2),
+        (Endpoint.COMPLETIONS, {"prompt": ["abcd"]}, 1),
+        (Endpoint.COMPLETIONS, {"prompt": "\u4e2d\u6587\u5b57\u7b26"}, 3),
+        (Endpoint.COMPLETIONS, {"prompt": [1, 2, 3]}, 3),
+        (Endpoint.COMPLETIONS, {"prompt": [[1, 2, 3]]}, 3),
+        (Endpoint.COMPLETIONS, {"prompt": "\ud800"}, 1),
+        (Endpoint.CHAT, {"messages": [{"role": "user", "content": "x" * 370}]}, 100),
+    ],
+)
+def test_a_prompts_length_is_estimated(endpoint: Endpoint, body: dict[str, object], tokens: int) -> None:
+    assert estimated_tokens(endpoint, body) == tokens

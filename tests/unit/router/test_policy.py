@@ -1,4 +1,4 @@
-"""Choices over loads: pure, with chance as an argument."""
+"""Choices over loads, and of the mode: pure, with chance as an argument."""
 
 from __future__ import annotations
 
@@ -9,8 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.router.policy import POLICIES, at_random, least_load, power_of_two, round_robin
+from kvferry.router.policy import (
+    COORDINATION_SECONDS,
+    OVERLAP_FROM_TOKENS,
+    POLICIES,
+    Queue,
+    at_random,
+    expected_waits,
+    least_load,
+    overlap_seconds,
+    power_of_two,
+    round_robin,
+    transfer_mode,
+)
 
+WAITS = st.floats(0.0, 100.0)
+MEASURED = st.lists(st.builds(Queue, st.integers(0, 1000), WAITS), min_size=2, max_size=8)
+QUEUES = st.lists(st.builds(Queue, st.integers(0, 1000), st.none() | WAITS), min_size=1, max_size=8)
+TOKENS = st.integers(0, 1 << 20)
 LOADS = st.lists(st.integers(0, 100), min_size=1, max_size=8)
 
 
@@ -46,3 +62,96 @@ def test_random_takes_all() -> None:
     chance = Random(1)
     counts = Counter(at_random([0, 0, 0], 0, chance) for _ in range(300))
     assert min(counts.values()) > 50
+
+
+# --- expected waits ------------------------------------------------------------------------------
+
+
+@given(queues=QUEUES, wait=WAITS)
+def test_more_legs_never_make_an_engine_look_better(queues: list[Queue], wait: float) -> None:
+    one, other = expected_waits([*queues, Queue(3, wait), Queue(4, wait)])[-2:]
+    assert one <= other
+
+
+@given(queues=QUEUES, legs=st.integers(0, 1000))
+def test_a_slower_engine_never_looks_better(queues: list[Queue], legs: int) -> None:
+    one, other = expected_waits([*queues, Queue(legs, 1.0), Queue(legs, 2.0)])[-2:]
+    assert one < other
+
+
+@given(queues=st.lists(st.builds(Queue, st.integers(0, 1000), st.none()), min_size=1, max_size=8))
+def test_with_nothing_measured_the_legs_decide(queues: list[Queue]) -> None:
+    waits = expected_waits(queues)
+    assert waits.index(min(waits)) == min(range(len(queues)), key=lambda at: queues[at].in_flight)
+
+
+def test_an_engine_that_nobody_knows_counts_as_the_best_that_is_known() -> None:
+    assert expected_waits([Queue(1, 3.0), Queue(1, 2.0), Queue(1, None)]) == [3.0, 2.0, 2.0]
+
+
+# --- push or pull --------------------------------------------------------------------------------
+
+
+@given(queues=QUEUES, tokens=TOKENS)
+def test_a_mode_depends_on_nothing_else_and_its_reasons_are_few(queues: list[Queue], tokens: int) -> None:
+    chosen = transfer_mode(tokens, queues)
+    assert chosen == transfer_mode(tokens, list(queues))
+    reasons = {"push": {"one_decode", "overlap"}, "pull": {"unknown", "unequal"}}
+    assert chosen.reason in reasons[chosen.mode]
+
+
+@given(queues=st.lists(st.builds(Queue, st.integers(0, 9), st.none() | WAITS), max_size=1), tokens=TOKENS)
+def test_with_nothing_to_choose_from_it_is_push(queues: list[Queue], tokens: int) -> None:
+    assert transfer_mode(tokens, queues).reason == "one_decode"
+
+
+@given(queues=QUEUES, legs=st.integers(0, 1000), tokens=TOKENS)
+def test_with_an_engine_that_nobody_knows_it_is_pull(queues: list[Queue], legs: int, tokens: int) -> None:
+    assert transfer_mode(tokens, [*queues, Queue(legs, None)]).reason == "unknown"
+
+
+@given(legs=st.integers(0, 1000), wait=WAITS, count=st.integers(2, 8), tokens=TOKENS)
+def test_equal_engines_are_pushed_to(legs: int, wait: float, count: int, tokens: int) -> None:
+    assert transfer_mode(tokens, [Queue(legs, wait)] * count).reason == "overlap"
+
+
+@given(queues=MEASURED, tokens=TOKENS, more=TOKENS)
+def test_a_longer_prompt_never_turns_push_into_pull(queues: list[Queue], tokens: int, more: int) -> None:
+    if transfer_mode(tokens, queues).mode == "push":
+        assert transfer_mode(tokens + more, queues).mode == "push"
+
+
+@given(queues=MEASURED, tokens=TOKENS, more=st.floats(0.0, 100.0))
+def test_a_worst_engine_that_gets_slower_never_turns_pull_into_push(
+    queues: list[Queue], tokens: int, more: float
+) -> None:
+    waits = expected_waits(queues)
+    worst = waits.index(max(waits))
+    if transfer_mode(tokens, queues).mode == "pull":
+        before = queues[worst]
+        slower = Queue(before.in_flight, (before.wait_seconds or 0.0) + more)
+        assert transfer_mode(tokens, [*queues[:worst], slower, *queues[worst + 1 :]]).mode == "pull"
+
+
+@given(queues=MEASURED, tokens=TOKENS)
+def test_pull_means_that_the_best_is_better_than_the_average_by_more_than_overlap_saves(
+    queues: list[Queue], tokens: int
+) -> None:
+    waits = expected_waits(queues)
+    worth = sum(waits) / len(waits) - min(waits)
+    assert (transfer_mode(tokens, queues).mode == "pull") == (worth > overlap_seconds(tokens))
+
+
+@given(tokens=TOKENS)
+def test_overlap_is_worth_the_coordination_and_what_earlier_steps_computed(tokens: int) -> None:
+    saved = overlap_seconds(tokens)
+    assert (saved == COORDINATION_SECONDS) == (tokens <= OVERLAP_FROM_TOKENS)
+    assert overlap_seconds(tokens + OVERLAP_FROM_TOKENS + 1) > saved
+
+
+def test_a_slow_engine_among_four_turns_short_prompts_into_pulls_and_leaves_long_ones_alone() -> None:
+    """The numbers of the page: one engine adds 160 ms, the others 10 ms."""
+    queues = [Queue(4, 0.01)] * 3 + [Queue(4, 0.16)]
+    assert transfer_mode(512, queues).mode == "pull"
+    assert transfer_mode(9000, queues).mode == "pull"
+    assert transfer_mode(10000, queues).mode == "push"

@@ -7,6 +7,8 @@ from random import Random
 import msgspec
 import pytest
 
+from kvferry.router.pace import FRESH_SECONDS
+from kvferry.router.policy import Queue
 from kvferry.router.pool import Pool, Role, Worker, same_engine
 from tests.support.fake_engine import source
 
@@ -70,6 +72,35 @@ def test_open_legs_count_as_load_however_they_end() -> None:
     with pytest.raises(ZeroDivisionError), first.leg():
         raise ZeroDivisionError
     assert first.in_flight == 0
+
+
+def test_the_least_wait_is_chosen_by_what_was_measured_and_by_legs() -> None:
+    now = [0.0]
+    made = Pool(chance=Random(0), changed=lambda worker: None, clock=lambda: now[0])
+    made.add(Role.DECODE, ["http://slow", "http://fast"], "least_wait")
+    slow, fast = made.workers(Role.DECODE)
+    for worker in (slow, fast):
+        made.alive(worker)
+    slow.pace.note(1.0, now[0])
+    fast.pace.note(0.3, now[0])
+    assert made.choose(Role.DECODE) is fast
+    with fast.leg(), fast.leg(), fast.leg():
+        assert made.choose(Role.DECODE) is slow
+    now[0] = FRESH_SECONDS + 1
+    assert {made.choose(Role.DECODE) for _ in range(2)} == {slow, fast}
+
+
+def test_what_is_known_of_ready_workers_is_told_in_order() -> None:
+    made, _ = pool(decode=3)
+    first, second, _ = made.workers(Role.DECODE)
+    made.alive(first)
+    made.alive(second)
+    second.pace.note(0.5, made.clock())
+    with first.leg():
+        assert made.queues(Role.DECODE) == [Queue(1, None), Queue(0, 0.5)]
+    made.down(second, "gone")
+    made.alive(second)
+    assert made.queues(Role.DECODE) == [Queue(0, None), Queue(0, None)]
 
 
 @pytest.mark.parametrize(
