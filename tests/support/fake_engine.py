@@ -86,6 +86,8 @@ class FakeEngine:
         self.identity = identity
         self.told: dict[str, Any] = {}
         """What its coordinates in answers carry besides."""
+        self.holds: dict[str, Any] | None = None
+        """What it tells of each request that it has decoded: coordinates of what it keeps."""
         self.healthy = True
         self.stuck: asyncio.Event | None = None
         """When set to an event, health checks wait for it."""
@@ -202,6 +204,9 @@ class FakeEngine:
             await response.write(b"data: " + json.dumps(told).encode() + b"\n\n")
             if number == 0 and step.after_first is not None:
                 await step.after_first.wait()
+        if self.holds is not None:
+            last = json.dumps({"choices": [], "kv_transfer_params": self.holds}).encode()
+            await response.write(b"data: " + last + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
@@ -223,6 +228,8 @@ class FakeEngine:
         }
         if received.params.get("do_remote_decode") and self.identity is not None:
             answer["kv_transfer_params"] = self.identity.to_params() | self.told
+        elif not received.params.get("do_remote_decode"):
+            answer["kv_transfer_params"] = self.holds
         return answer
 
 

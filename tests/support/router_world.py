@@ -56,6 +56,16 @@ class RouterWorld:
         labels = {"mode": mode, "reason": reason}
         return self.router.metrics.registry.get_sample_value("kvferry_router_transfers_total", labels) or 0.0
 
+    def turns(self, outcome: str) -> float:
+        """The value of `kvferry_router_turns_total`."""
+        value = self.router.metrics.registry.get_sample_value
+        return value("kvferry_router_turns_total", {"outcome": outcome}) or 0.0
+
+    def histories(self, outcome: str) -> float:
+        """The value of `kvferry_router_histories_total`."""
+        value = self.router.metrics.registry.get_sample_value
+        return value("kvferry_router_histories_total", {"outcome": outcome}) or 0.0
+
     async def check(self) -> None:
         """Check every engine once more."""
         for worker in self.router.pool.workers():

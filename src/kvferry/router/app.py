@@ -29,6 +29,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 FORWARDED_HEADERS = ("Authorization", "traceparent", "tracestate")
 _REQUEST_ID = re.compile(r"[0-9A-Za-z_.:-]{1,128}")
+_SESSION = re.compile(r"[\x20-\x7e]{1,256}")
 _OPEN_PATHS = frozenset({"/health", "/liveness", "/readiness", "/metrics"})
 _LAST_WORDS_SECONDS = 1.0
 """How long a client that does not read may delay the end of its broken stream."""
@@ -227,7 +228,9 @@ class _Exchange:
         try:
             async with self._bounded(deadline):
                 asked = read(endpoint, await self._body(), self._settings.prompts_max)
-                relay = Relay(self._dispatcher, asked, self.request_id, _forwarded(self._request), account)
+                session = _session(self._request)
+                headers = _forwarded(self._request)
+                relay = Relay(self._dispatcher, asked, self.request_id, headers, account, session)
                 return await self._respond(asked, relay)
         except TimeoutError as error:
             if self._api.ended:
@@ -343,6 +346,13 @@ def _request_id(request: web.Request) -> str:
     """The client's id for its request if it is sane, else one of ours."""
     given = request.headers.get("X-Request-Id", "")
     return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+
+
+def _session(request: web.Request) -> str | None:
+    """The client's name for its conversation, if it is sane; it is its own among those of other keys."""
+    given = request.headers.get("X-Session-Id", "")
+    key = request.headers.get("Authorization", "")
+    return f"{key}\n{given}" if _SESSION.fullmatch(given) and key.isascii() else None
 
 
 def _described(worker: Worker) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import msgspec
 
 from kvferry.handoff import SourceParams, TransferMode
 from kvferry.ids import TransferId
+from kvferry.router.affinity import Continuation
 from kvferry.router.errors import Cause, RequestError
 from kvferry.router.legs import Call, DecodeStream, LegError, PrefillAnswer, Reason
 from kvferry.router.openai import Body, Endpoint, decode_body, prefill_body
@@ -45,10 +46,15 @@ class Attempts:
         """The last one, to be told when nothing is left to try."""
         self._tried: set[Worker] = set()
         self._choice = ModeChoice("push", "fixed")
+        self._before = _continuation(services, prompt)
 
     async def choose(self, role: Role) -> Worker | None:
         """A ready engine, after a moment if it is one that has failed before; None when there is none."""
-        worker = await self.services.worker(role, self._tried)
+        before = self._before
+        preferred = None if before is None else before.worker(role)
+        worker = await self.services.worker(role, self._tried, preferred)
+        if before is not None and role is Role.DECODE:
+            before.tell(worker)
         if worker in self._tried:
             attempt = self.settings.retries - self.retries_left
             seconds = self.settings.retry_backoff_seconds * 2 ** max(attempt - 1, 0)
@@ -72,10 +78,16 @@ class Attempts:
         fixed = self.settings.transfer_mode
         if fixed == "auto":
             queues = self.services.pool.queues(Role.DECODE)
-            self._choice = transfer_mode(self.prompt.estimated_tokens, queues)
+            decode = None if self._before is None else self._before.worker(Role.DECODE)
+            settled = decode is not None and self.services.pool.keeps(decode)
+            self._choice = transfer_mode(self.prompt.estimated_tokens, queues, settled=settled)
         else:
             self._choice = ModeChoice(fixed, "fixed")
         return self._choice.mode
+
+    def history(self) -> Body:
+        """What the turn before left at its decode engine for this prefill; nothing the second time."""
+        return {} if self._before is None else self._before.take_held(self.services.pool.clock())
 
     def begin(self) -> None:
         """Both roles have an engine for the dispatch whose `mode` was chosen last."""
@@ -170,3 +182,10 @@ class Attempts:
         logger.warning("request %s, %s: %s", self.prompt.request_id, failure.worker.url, failure)
         self._tried.add(failure.worker)
         self.failure = failure
+
+
+def _continuation(services: Services, prompt: Prompt) -> Continuation | None:
+    if services.settings.affinity == "off":
+        return None
+    turn = services.turns.recall(prompt.fingerprint, services.pool.clock())
+    return Continuation(prompt.fingerprint, turn, services.metrics)

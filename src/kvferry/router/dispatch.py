@@ -54,6 +54,14 @@ class Dispatcher(Services):
             except LegError as failure:
                 attempts.after_failure(failure)
 
+    def remember(self, prompt: Prompt, route: Route, held: object) -> None:
+        """A prompt has its whole answer, whose `kv_transfer_params` are `held`: its continuation may come."""
+        if self.settings.affinity == "off":
+            return
+        # The children of one prompt end apart; what one of them keeps is not the next turn's beginning.
+        kept = held if isinstance(held, dict) and prompt.n == 1 else None
+        self.turns.remember(prompt.fingerprint, route, kept, self.pool.clock())
+
 
 async def _dispatch(attempts: Attempts) -> Served:
     if attempts.alone is Cause.NONE and attempts.mode() == "pull":

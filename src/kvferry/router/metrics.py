@@ -16,12 +16,11 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter(
+        self.requests = self._counter(
             "kvferry_router_requests_total",
             "Client requests by path (push, pull, local: the decode engine prefilled, none), outcome and"
             " cause.",
             ("path", "outcome", "cause"),
-            registry=self.registry,
         )
         self.ttft = Histogram(
             "kvferry_router_ttft_seconds",
@@ -42,17 +41,25 @@ class RouterMetrics:
             buckets=_LATENCY,
             registry=self.registry,
         )
-        self.retries = Counter(
+        self.retries = self._counter(
             "kvferry_router_retries_total",
             "Legs that were sent anew, by the leg that failed and why.",
             ("leg", "reason"),
-            registry=self.registry,
         )
-        self.transfers = Counter(
+        self.transfers = self._counter(
             "kvferry_router_transfers_total",
             "Dispatches of a prompt to both roles, by mode and why it was chosen.",
             ("mode", "reason"),
-            registry=self.registry,
+        )
+        self.turns = self._counter(
+            "kvferry_router_turns_total",
+            "Prompts by whether they continue one that is known: new, kept (same decode engine), moved.",
+            ("outcome",),
+        )
+        self.histories = self._counter(
+            "kvferry_router_histories_total",
+            "What decode engines kept for a next turn that has come: sent to its prefill engine, or expired.",
+            ("outcome",),
         )
         self.worker_up = Gauge(
             "kvferry_router_worker_up",
@@ -63,6 +70,9 @@ class RouterMetrics:
         self.in_flight = Gauge(
             "kvferry_router_requests_in_flight", "Client requests being served.", registry=self.registry
         )
+
+    def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
 
     def exposition(self) -> bytes:
         """The text that `/metrics` answers with."""

@@ -14,6 +14,9 @@ Policy = Callable[[Sequence[int], int, Random], int]
 `loads` are legs in flight, or expected waits in microseconds, and never empty; `turn` counts choices.
 """
 
+KEEP_FACTOR = 2
+KEEP_LEGS = 4
+"""How many legs more than others an engine may have that a conversation returns to."""
 OVERLAP_FROM_TOKENS = 2048
 """What is computed in the last step of a prefill leaves after it in either mode."""
 TRANSFER_SECONDS_PER_TOKEN = 5e-6
@@ -86,6 +89,11 @@ def expected_waits(queues: Sequence[Queue]) -> list[float]:
     return [wait * share for wait, share in zip(waits, shares, strict=True)]
 
 
+def worth_keeping(load: int, least: int) -> bool:
+    """Whether an engine that knows the conversation is taken, another having the `least` legs in flight."""
+    return load <= KEEP_LEGS + KEEP_FACTOR * least
+
+
 def overlap_seconds(prompt_tokens: int) -> float:
     """What push saves by writing while prefill runs: all but the last step's KV, and the decode leg's way."""
     return COORDINATION_SECONDS + TRANSFER_SECONDS_PER_TOKEN * max(0, prompt_tokens - OVERLAP_FROM_TOKENS)
@@ -99,15 +107,18 @@ class ModeChoice:
     reason: str
 
 
-def transfer_mode(prompt_tokens: int, queues: Sequence[Queue]) -> ModeChoice:
+def transfer_mode(prompt_tokens: int, queues: Sequence[Queue], *, settled: bool = False) -> ModeChoice:
     """The mode of one transfer: pull where choosing the decode engine late is worth more than overlap.
 
-    `queues` are the decode engines that may be chosen. With fewer than two there is nothing to choose. With
-    one that nobody has measured lately, an early choice is blind. Else a late choice is worth what the best
-    engine is expected to be better than the average one, and push is worth `overlap_seconds`.
+    `queues` are the decode engines that may be chosen. With fewer than two, or when affinity has `settled`
+    which one it is, there is nothing to choose. With one that nobody has measured lately, an early choice is
+    blind. Else a late choice is worth what the best engine is expected to be better than the average one, and
+    push is worth `overlap_seconds`.
     """
     if len(queues) < 2:
         return ModeChoice("push", "one_decode")
+    if settled:
+        return ModeChoice("push", "affinity")
     if any(queue.wait_seconds is None for queue in queues):
         return ModeChoice("pull", "unknown")
     waits = expected_waits(queues)

@@ -15,7 +15,7 @@ from random import Random
 
 from kvferry.handoff import SourceParams
 from kvferry.router.pace import Pace
-from kvferry.router.policy import MEASURED_POLICIES, POLICIES, Queue, expected_waits
+from kvferry.router.policy import MEASURED_POLICIES, POLICIES, Queue, expected_waits, worth_keeping
 
 
 class Role(enum.StrEnum):
@@ -40,6 +40,8 @@ class Worker:
     """Legs open to it."""
     pace: Pace = field(default_factory=Pace)
     """A decode engine's: what it adds to the first token by itself."""
+    losses: int = 0
+    """How often it was found to be down: another may have come back each time."""
     hanging: bool = False
     """Its last check got no answer in time: no request waits for the next one."""
 
@@ -86,8 +88,15 @@ class Pool:
         sides = self._sides.values() if role is None else (self._sides[role],)
         return [worker for side in sides for worker in side.workers]
 
-    def choose(self, role: Role, tried: Collection[Worker] = ()) -> Worker | None:
-        """A ready worker by the role's policy, an untried one if there is one; None when none is ready."""
+    def choose(
+        self, role: Role, tried: Collection[Worker] = (), preferred: Worker | None = None
+    ) -> Worker | None:
+        """A ready worker by the role's policy, an untried one if there is one; None when none is ready.
+
+        The `preferred` one is taken as long as it is no worse off than `keeps` says.
+        """
+        if preferred is not None and preferred not in tried and self.keeps(preferred):
+            return preferred
         side = self._sides[role]
         ready = [worker for worker in side.workers if worker.ready]
         fresh = [worker for worker in ready if worker not in tried] or ready
@@ -99,6 +108,11 @@ class Pool:
         index = POLICIES[side.policy](loads, side.turn, self.chance)
         side.turn += 1
         return fresh[index]
+
+    def keeps(self, worker: Worker) -> bool:
+        """Whether a worker that knows a conversation goes on with it: ready, not much busier than others."""
+        ready = [other.in_flight for other in self._sides[worker.role].workers if other.ready]
+        return worker.ready and worth_keeping(worker.in_flight, min(ready))
 
     def queues(self, role: Role) -> list[Queue]:
         """What is known of the role's ready workers."""
@@ -130,6 +144,7 @@ class Pool:
         worker.up = False
         worker.source = None
         worker.pace.forget()
+        worker.losses += 1
         worker.problem = problem
         self.changed(worker)
 

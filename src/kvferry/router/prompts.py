@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from kvferry.handoff import TransferMode
+from kvferry.router.conversation import Fingerprint, fingerprint
 from kvferry.router.errors import Cause
 from kvferry.router.legs import DecodeStream, PrefillAnswer
 from kvferry.router.openai import Body, Endpoint, estimated_tokens
@@ -30,6 +31,14 @@ class Prompt:
     """Of the client request and the prompt's position in it; each dispatch adds a random part of its own."""
     headers: Mapping[str, str]
     """What both legs get of the client's headers."""
+
+    session: str | None = None
+    """The client's name for the conversation that it belongs to."""
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """What its continuations are known by."""
+        return fingerprint(self.endpoint, self.body, self.session)
 
     @cached_property
     def estimated_tokens(self) -> int:

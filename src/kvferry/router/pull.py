@@ -32,7 +32,7 @@ async def pull(attempts: Attempts, prefill: Worker) -> Served:
     transfer = TransferId(secrets.token_hex(16))
     headers = attempts.headers()
     producing = PrefillParams(transfer=transfer, mode="pull", consumers=attempts.prompt.n)
-    leg = leg_task(attempts.prefill(prefill, headers, producing.to_params()))
+    leg = leg_task(attempts.prefill(prefill, headers, attempts.history() | producing.to_params()))
     try:
         params = await _held(attempts, leg)
         decode, answer = await _decode(attempts, headers, params | _ours(producing))

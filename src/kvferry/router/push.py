@@ -70,7 +70,7 @@ def _start(attempts: Attempts, prefill: Worker, source: SourceParams, decode: Wo
         source=source,
         transfer=transfer,
         decode=leg_task(attempts.decode(decode, headers, consuming.to_params())),
-        prefill=leg_task(attempts.prefill(prefill, headers, producing.to_params())),
+        prefill=leg_task(attempts.prefill(prefill, headers, attempts.history() | producing.to_params())),
     )
 
 

@@ -13,8 +13,8 @@ import msgspec
 from kvferry.router.dispatch import Dispatcher
 from kvferry.router.errors import Cause
 from kvferry.router.legs import DecodeStream, LegError, Reason
-from kvferry.router.openai import Body, ClientRequest, client_answer, joined, shifted, summed
-from kvferry.router.prompts import Prompt, Route
+from kvferry.router.openai import PARAMS, Body, ClientRequest, client_answer, joined, shifted, summed
+from kvferry.router.prompts import Prompt, Route, Served
 from kvferry.router.sse import DONE, data_of, event_of
 
 _BATCHES_PER_PROMPT = 4
@@ -46,6 +46,7 @@ class Relay:
         request_id: str,
         headers: Mapping[str, str],
         account: Account,
+        session: str | None = None,
     ) -> None:
         self.account = account
         self._dispatcher = dispatcher
@@ -60,6 +61,8 @@ class Relay:
                 whole_prompt=request.whole_prompt,
                 request_id=f"{request_id}-{position}",
                 headers=headers,
+                # Of many prompts none is the conversation.
+                session=session if len(request.bodies) == 1 else None,
             )
             for position, body in enumerate(request.bodies)
         ]
@@ -95,7 +98,7 @@ class Relay:
             assert isinstance(served.decode, dict)
             self.account.note(served.route)
             answer = client_answer(served.decode, served.cached_tokens)
-            served.finish()
+            self._finish(prompt, served, served.decode.get(PARAMS))
             return answer
         finally:
             served.close()
@@ -111,15 +114,21 @@ class Relay:
         try:
             assert isinstance(served.decode, DecodeStream)
             self.account.note(served.route)
+            held = None
             while (events := await served.decode.more()) is not None:
+                held = _params_in(events) or held
                 yield events, served.cached_tokens
-            served.finish()
+            self._finish(prompt, served, held)
         except LegError as failure:
             if failure.reason is Reason.LOST:
                 self._dispatcher.pool.down(failure.worker, str(failure))
             raise failure.request_error() from failure
         finally:
             served.close()
+
+    def _finish(self, prompt: Prompt, served: Served, held: object) -> None:
+        served.finish()
+        self._dispatcher.remember(prompt, served.route, held)
 
     async def _interleaved(self) -> AsyncGenerator[bytes]:
         """The events of all prompts as they come; the usage of all in one event at the end."""
@@ -188,6 +197,12 @@ def _client_event(event: bytes, cached_tokens: int | None) -> bytes:
         return event
     chunk = _chunk(event)
     return event if chunk is None else event_of(msgspec.json.encode(client_answer(chunk, cached_tokens)))
+
+
+def _params_in(events: list[bytes]) -> object:
+    """The last `kv_transfer_params` in a batch of events; None when there are none."""
+    chunks = [_chunk(event) or {} for event in events if b"kv_transfer_params" in event]
+    return next((chunk[PARAMS] for chunk in reversed(chunks) if chunk.get(PARAMS)), None)
 
 
 def _chunk(event: bytes) -> Body | None:

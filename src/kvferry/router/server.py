@@ -24,7 +24,7 @@ from kvferry.router.legs import Engines
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.policy import POLICIES
 from kvferry.router.pool import Pool, Role, Worker
-from kvferry.router.settings import TRANSFER_MODES, OnPrefillFailure, RouterSettings
+from kvferry.router.settings import AFFINITIES, TRANSFER_MODES, OnPrefillFailure, RouterSettings
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +125,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="push",
         help="how KV comes to decode engines (default: %(default)s)",
     )
+    add(
+        "--affinity",
+        choices=AFFINITIES,
+        default="conversation",
+        help="whether a conversation goes on at the engines of its last turn (default: %(default)s)",
+    )
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8000, help="port to listen on, 0 for any (default: %(default)s)")
     add(
@@ -159,10 +165,12 @@ _NUMBERS = {
         "--prefill-lease-seconds",
         "pull: how long a prefill engine keeps what nobody has asked for, its kv_lease_duration",
     ),
+    "turn_seconds": ("--turn-seconds", "how long a turn of a conversation is remembered"),
     "health_interval_seconds": ("--health-interval-seconds", "between two checks of an engine"),
     "drain_seconds": ("--drain-seconds", "how long requests in flight may take after SIGTERM"),
     "retries": ("--retries", "how often a prompt's legs are sent anew"),
     "concurrent_requests_max": ("--max-concurrent-requests", "more are answered with 429"),
+    "turns_max": ("--max-turns", "turns that are remembered, counted by their keys"),
     "prompts_max": ("--max-prompts", "prompts in one request"),
     "body_bytes_max": ("--max-body-bytes", "length of a client's body"),
 }
@@ -182,6 +190,7 @@ def settings_of(arguments: argparse.Namespace) -> RouterSettings:
         decode_policy=arguments.decode_policy or arguments.policy or "least_load",
         api_key=arguments.api_key or None,
         transfer_mode=arguments.transfer_mode,
+        affinity=arguments.affinity,
         on_prefill_failure=OnPrefillFailure(arguments.on_prefill_failure),
         **numbers,
     )

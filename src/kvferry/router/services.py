@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvferry.router.affinity import Turns
 from kvferry.router.health import Monitor
 from kvferry.router.legs import Engines
 from kvferry.router.metrics import RouterMetrics
@@ -26,14 +27,15 @@ class Services:
         self.engines = engines
         self.monitor = monitor
         self.metrics = metrics
+        self.turns = Turns(settings.turns_max, settings.turn_seconds)
         self.background = Background(settings.prefill_linger_seconds)
 
-    async def worker(self, role: Role, tried: set[Worker]) -> Worker | None:
+    async def worker(self, role: Role, tried: set[Worker], preferred: Worker | None = None) -> Worker | None:
         """A worker that is ready, looking again when none is; None when there is none."""
-        worker = self.pool.choose(role, tried)
+        worker = self.pool.choose(role, tried, preferred)
         if worker is None:
             await self.monitor.recheck(role)
-            worker = self.pool.choose(role, tried)
+            worker = self.pool.choose(role, tried, preferred)
         return worker
 
     async def any_ready(self, role: Role) -> bool:

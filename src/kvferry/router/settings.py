@@ -12,7 +12,9 @@ from kvferry.router.policy import POLICIES
 
 MEBIBYTE = 1 << 20
 RouterMode = Literal["push", "pull", "auto"]
+Affinity = Literal["conversation", "off"]
 TRANSFER_MODES: tuple[RouterMode, ...] = ("push", "pull", "auto")
+AFFINITIES: tuple[Affinity, ...] = ("conversation", "off")
 
 
 class OnPrefillFailure(enum.Enum):
@@ -43,6 +45,9 @@ class RouterSettings:
     transfer_mode: RouterMode = "push"
     """`auto` decides for each transfer, see `policy.transfer_mode`."""
 
+    affinity: Affinity = "conversation"
+    """Whether a conversation's next turn goes to the engines of the one before."""
+
     request_timeout_seconds: float = 600.0
     connect_timeout_seconds: float = 5.0
     body_timeout_seconds: float = 60.0
@@ -54,6 +59,8 @@ class RouterSettings:
     prefill_lease_seconds: float = 30.0
     """How long a prefill engine keeps what nobody has asked for, `kv_lease_duration` there; pull only."""
     health_interval_seconds: float = 2.0
+    turn_seconds: float = 600.0
+    """How long a turn of a conversation is remembered."""
     health_timeout_seconds: float = 2.0
     probe_timeout_seconds: float = 30.0
     recheck_seconds: float = 2.0
@@ -63,6 +70,8 @@ class RouterSettings:
 
     retries: int = 2
     concurrent_requests_max: int = 1024
+    turns_max: int = 4096
+    """How many keys of turns are remembered."""
     prompts_max: int = 256
     body_bytes_max: int = 64 * MEBIBYTE
     answer_bytes_max: int = 256 * MEBIBYTE
@@ -85,6 +94,10 @@ class RouterSettings:
         if self.transfer_mode not in TRANSFER_MODES:
             modes = ", ".join(TRANSFER_MODES)
             raise UsageError(f"--transfer-mode: {self.transfer_mode!r} is unknown; choose one of {modes}")
+        if self.affinity not in AFFINITIES:
+            raise UsageError(
+                f"--affinity: {self.affinity!r} is unknown; choose one of {', '.join(AFFINITIES)}"
+            )
         self._check_numbers()
 
     def _check_numbers(self) -> None:

@@ -21,6 +21,7 @@ from kvferry.router.policy import (
     power_of_two,
     round_robin,
     transfer_mode,
+    worth_keeping,
 )
 
 WAITS = st.floats(0.0, 100.0)
@@ -89,6 +90,12 @@ def test_an_engine_that_nobody_knows_counts_as_the_best_that_is_known() -> None:
     assert expected_waits([Queue(1, 3.0), Queue(1, 2.0), Queue(1, None)]) == [3.0, 2.0, 2.0]
 
 
+@given(load=st.integers(0, 1000), least=st.integers(0, 1000))
+def test_a_conversation_is_kept_by_an_engine_that_is_not_much_busier(load: int, least: int) -> None:
+    assert worth_keeping(least, least)
+    assert worth_keeping(load, least) == (load <= 2 * least + 4)
+
+
 # --- push or pull --------------------------------------------------------------------------------
 
 
@@ -108,6 +115,11 @@ def test_with_nothing_to_choose_from_it_is_push(queues: list[Queue], tokens: int
 @given(queues=QUEUES, legs=st.integers(0, 1000), tokens=TOKENS)
 def test_with_an_engine_that_nobody_knows_it_is_pull(queues: list[Queue], legs: int, tokens: int) -> None:
     assert transfer_mode(tokens, [*queues, Queue(legs, None)]).reason == "unknown"
+
+
+@given(queues=QUEUES, tokens=TOKENS)
+def test_what_affinity_has_settled_is_pushed(queues: list[Queue], tokens: int) -> None:
+    assert transfer_mode(tokens, queues, settled=True).mode == "push"
 
 
 @given(legs=st.integers(0, 1000), wait=WAITS, count=st.integers(2, 8), tokens=TOKENS)

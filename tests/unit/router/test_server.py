@@ -36,6 +36,9 @@ def test_arguments_become_settings() -> None:
             "--retries=0",
             "--on-prefill-failure=fail",
             "--transfer-mode=pull",
+            "--affinity=off",
+            "--turn-seconds=9",
+            "--max-turns=3",
             "--prefill-lease-seconds=7",
             "--api-key=k",
         )
@@ -48,6 +51,7 @@ def test_arguments_become_settings() -> None:
     assert settings.retries == 0
     assert settings.on_prefill_failure is OnPrefillFailure.FAIL
     assert settings.api_key == "k"
+    assert (settings.affinity, settings.turn_seconds, settings.turns_max) == ("off", 9.0, 3)
     assert (settings.transfer_mode, settings.prefill_lease_seconds) == ("pull", 7.0)
 
 
@@ -73,6 +77,9 @@ def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) 
         ("decode", ("http://d", "http://d"), "--decode"),
         ("prefill_policy", "best", "--prefill-policy"),
         ("transfer_mode", "both", "--transfer-mode"),
+        ("affinity", "sticky", "--affinity"),
+        ("turns_max", 0, "turns_max"),
+        ("turn_seconds", 0.0, "turn_seconds"),
         ("prefill_lease_seconds", 0.0, "prefill_lease_seconds"),
         ("request_timeout_seconds", 0.0, "request_timeout_seconds"),
         ("request_timeout_seconds", float("nan"), "request_timeout_seconds"),
