@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import NoReturn
 
 import msgspec
@@ -92,6 +93,12 @@ class Attempts:
     def begin(self) -> None:
         """Both roles have an engine for the dispatch whose `mode` was chosen last."""
         self.services.metrics.transfers.labels(self._choice.mode, self._choice.reason).inc()
+
+    def waiting(self, worker: Worker) -> AbstractContextManager[None]:
+        """For as long as a prefilled prompt waits for a decode engine's answer."""
+        if not self.prompt.stream:
+            return nullcontext()
+        return worker.pace.waiting(self.services.pool.clock())
 
     def waited(self, worker: Worker, seconds: float) -> None:
         """Note what a decode engine has added to the first token by itself; only streams show it."""

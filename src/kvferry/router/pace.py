@@ -1,8 +1,10 @@
-"""How long an engine has lately let requests wait."""
+"""How long an engine lets requests wait: those that it has served lately, and those that wait now."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 FRESH_SECONDS = 60.0
 """An observation says nothing of now after so long."""
@@ -12,21 +14,42 @@ _WEIGHT = 0.25
 
 @dataclass(slots=True)
 class Pace:
-    """A moving mean of waits in seconds, forgotten when nothing new comes."""
+    """A moving mean of waits in seconds, forgotten when nothing new comes, and the waits that go on."""
 
     _seconds: float = 0.0
     _until: float | None = None
+    _waiting: dict[object, float] = field(default_factory=dict)
+    """Since when, the longest first."""
 
     def note(self, seconds: float, now: float) -> None:
         """One more request has waited for so long."""
-        before = self.recent(now)
+        before = self._mean(now)
         self._seconds = seconds if before is None else before + _WEIGHT * (seconds - before)
         self._until = now + FRESH_SECONDS
 
+    @contextmanager
+    def waiting(self, since: float) -> Iterator[None]:
+        """A request waits as long as the block runs."""
+        token = object()
+        self._waiting[token] = since
+        try:
+            yield
+        finally:
+            del self._waiting[token]
+
     def recent(self, now: float) -> float | None:
-        """The mean; None when nothing was noted lately."""
-        return None if self._until is None or now > self._until else self._seconds
+        """The mean, or the longest wait that has not ended if that is more; None when nothing is known.
+
+        What has ended tells of an engine's past; one that has just become slow has not ended much.
+        """
+        mean = self._mean(now)
+        if mean is None or not self._waiting:
+            return mean
+        return max(mean, now - next(iter(self._waiting.values())))
 
     def forget(self) -> None:
         """Another engine may be there now."""
         self._until = None
+
+    def _mean(self, now: float) -> float | None:
+        return None if self._until is None or now > self._until else self._seconds

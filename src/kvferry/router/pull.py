@@ -79,7 +79,8 @@ async def _decode(
             raise attempts.nobody_decodes()
         sent = clock()
         try:
-            answer = await attempts.decode(worker, headers, params)
+            with attempts.waiting(worker):
+                answer = await attempts.decode(worker, headers, params)
         except LegError as failure:
             if failure.may_have_started or clock() >= kept_until:
                 raise

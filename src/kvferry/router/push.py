@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from dataclasses import dataclass
-from typing import Any
 
 from kvferry.handoff import DecodeParams, PrefillParams, SourceParams
 from kvferry.ids import TransferId
@@ -77,22 +76,22 @@ def _start(attempts: Attempts, prefill: Worker, source: SourceParams, decode: Wo
 async def _outcome(attempts: Attempts, legs: Legs) -> Body | DecodeStream:
     """Wait for the decode leg, minding what the prefill leg does before."""
     clock = asyncio.get_running_loop().time
-    waiting: set[asyncio.Task[Any]] = {legs.prefill, legs.decode}
-    prefilled: float | None = None
-    patience_seconds: float | None = None
-    while not legs.decode.done():
-        done, _ = await asyncio.wait(waiting, timeout=patience_seconds, return_when=asyncio.FIRST_COMPLETED)
-        if not done:
-            attempts.decode_alone("recovery")
-        if legs.prefill in done and not legs.decode.done():
-            waiting.discard(legs.prefill)
-            prefilled = clock()
-            patience_seconds = await _after_prefill(attempts, legs)
+    await asyncio.wait({legs.prefill, legs.decode}, return_when=asyncio.FIRST_COMPLETED)
+    if legs.decode.done():
+        answer = legs.decode.result()
+        attempts.waited(legs.consumer, 0.0)
+        return answer
+    prefilled = clock()
+    with attempts.waiting(legs.consumer):
+        patience_seconds = await _after_prefill(attempts, legs)
+        await asyncio.wait({legs.decode}, timeout=patience_seconds)
+    if not legs.decode.done():
+        attempts.decode_alone("recovery")
     if patience_seconds is not None:
         _after_recovery(attempts, legs.decode)
         return legs.decode.result()
     answer = legs.decode.result()
-    attempts.waited(legs.consumer, 0.0 if prefilled is None else clock() - prefilled)
+    attempts.waited(legs.consumer, clock() - prefilled)
     return answer
 
 

@@ -118,7 +118,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--decode", action="append", metavar="URL", required=True, help="a decode engine; may be repeated")
     add("--policy", choices=policies, help="how engines of both roles are chosen")
     add("--prefill-policy", choices=policies, help="how prefill engines are chosen (default: round_robin)")
-    add("--decode-policy", choices=policies, help="how decode engines are chosen (default: least_load)")
+    add(
+        "--decode-policy",
+        choices=policies,
+        help="how decode engines are chosen (default: least_load; least_wait with auto)",
+    )
     add(
         "--transfer-mode",
         choices=TRANSFER_MODES,
@@ -187,13 +191,18 @@ def settings_of(arguments: argparse.Namespace) -> RouterSettings:
         prefill=tuple(url.rstrip("/") for url in arguments.prefill),
         decode=tuple(url.rstrip("/") for url in arguments.decode),
         prefill_policy=arguments.prefill_policy or arguments.policy or "round_robin",
-        decode_policy=arguments.decode_policy or arguments.policy or "least_load",
+        decode_policy=arguments.decode_policy or arguments.policy or _decode_policy(arguments),
         api_key=arguments.api_key or None,
         transfer_mode=arguments.transfer_mode,
         affinity=arguments.affinity,
         on_prefill_failure=OnPrefillFailure(arguments.on_prefill_failure),
         **numbers,
     )
+
+
+def _decode_policy(arguments: argparse.Namespace) -> str:
+    """A late choice is worth something if it knows more than an early one."""
+    return "least_wait" if arguments.transfer_mode == "auto" else "least_load"
 
 
 def run(arguments: argparse.Namespace) -> int:

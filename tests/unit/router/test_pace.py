@@ -41,3 +41,17 @@ def test_a_restart_is_a_new_beginning() -> None:
     pace.note(9.0, 0.0)
     pace.forget()
     assert pace.recent(0.0) is None
+
+
+def test_a_wait_that_has_not_ended_counts_when_it_is_longer_than_the_mean() -> None:
+    pace = Pace()
+    with pace.waiting(0.0):
+        assert pace.recent(5.0) is None
+    pace.note(1.0, 0.0)
+    with pace.waiting(1.0), pace.waiting(2.0):
+        assert pace.recent(1.5) == 1.0
+        assert pace.recent(5.0) == 4.0
+    assert pace.recent(5.0) == 1.0
+    with pytest.raises(ZeroDivisionError), pace.waiting(0.0):
+        raise ZeroDivisionError
+    assert pace.recent(50.0) == 1.0

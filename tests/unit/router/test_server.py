@@ -59,6 +59,12 @@ def test_the_defaults_are_the_settings_own() -> None:
     assert settings_of(parsed()) == RouterSettings(prefill=("http://p:1",), decode=("http://d:2",))
 
 
+def test_auto_chooses_decode_engines_by_what_it_measures_unless_told_otherwise() -> None:
+    assert settings_of(parsed("--transfer-mode=auto")).decode_policy == "least_wait"
+    assert settings_of(parsed("--transfer-mode=auto", "--policy=random")).decode_policy == "random"
+    assert settings_of(parsed("--transfer-mode=pull")).decode_policy == "least_load"
+
+
 def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFERRY_API_KEY", "from-there")
     assert settings_of(parsed()).api_key == "from-there"
