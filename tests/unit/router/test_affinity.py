@@ -191,6 +191,23 @@ async def test_an_insane_session_is_none(session: str) -> None:
         assert world.turns("new") == 2
 
 
+async def test_of_many_prompts_none_is_the_sessions() -> None:
+    async with router_world() as world:
+        async with world.client.post(
+            "/v1/completions", json={"prompt": ["a", "b"]}, headers={"X-Session-Id": "mine"}
+        ) as response:
+            assert response.status == 200
+        assert len(world.router.dispatcher.turns) == 0
+
+
+async def test_a_prompt_is_counted_once_however_often_it_is_dispatched() -> None:
+    async with router_world(decode=2) as world:
+        world.d.plan(failing(500))
+        world.decode[1].plan(failing(500))
+        await turn(world, LONG)
+        assert (world.turns("new"), world.turns("kept"), world.turns("moved")) == (1, 0, 0)
+
+
 async def test_an_overloaded_engine_loses_the_conversation() -> None:
     async with router_world(decode=2) as world:
         await turn(world, LONG)

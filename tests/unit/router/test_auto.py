@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvferry.router.pool import Role
+from kvferry.router.settings import RouterMode
 from tests.support.fake_engine import Step, failing
 from tests.support.router_world import RouterWorld, router_world, until
 
@@ -92,6 +93,23 @@ async def test_a_pulled_stream_shows_what_its_engine_adds_to_what_push_would_ove
         known = worker.pace.recent(world.router.pool.clock())
         assert known is not None
         assert (known > 0.0) is adds
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+async def test_a_stream_that_waits_for_its_engine_counts_before_it_has_ended(mode: RouterMode) -> None:
+    """An engine that has just become slow is seen by who waits for it, not by who has waited."""
+    async with router_world(transfer_mode=mode) as world:
+        (worker,) = world.router.pool.workers(Role.DECODE)
+        clock = world.router.pool.clock
+        first = asyncio.Event()
+        world.d.plan(Step(gate=first))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(served(world, stream=True))
+            await world.d.received(1)
+            await until(world.prefill_answered)
+            worker.pace.note(0.0, clock())
+            await until(lambda: worker.pace.recent(clock()) or 0.0)
+            first.set()
 
 
 async def test_an_engine_that_answers_before_prefill_has_ended_adds_nothing() -> None:
