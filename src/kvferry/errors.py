@@ -55,10 +55,14 @@ class PeerGoneError(TransportError):
 
 
 class GeometryError(KvferryError):
-    """Two caches cannot be joined because `field` differs."""
+    """Two caches cannot be joined because `field` differs, or is impossible on both sides."""
 
     def __init__(self, field: str, ours: object, theirs: object, fix: str = "") -> None:
-        text = f"{field} differs: ours is {ours!r}, theirs is {theirs!r}"
+        text = (
+            f"{field} differs: ours is {ours!r}, theirs is {theirs!r}"
+            if ours != theirs
+            else f"{field} is {ours!r} on both sides"
+        )
         super().__init__(f"{text}; {fix}" if fix else text)
         self.field = field
         self.ours = ours

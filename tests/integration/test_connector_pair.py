@@ -72,6 +72,35 @@ def test_each_rank_gets_its_own_part(pair_of, prompt):
     assert pair.consumer.engine.counters("kvferry_transfers") == {("push", "completed", "written"): 1}
 
 
+UNEQUAL = [
+    ({"ranks": 2}, {"ranks": 1}),
+    ({"ranks": 1}, {"ranks": 2}),
+    ({"ranks": 4}, {"ranks": 1}),
+    ({"ranks": 2}, {"ranks": 4}),
+    ({"stages": 2}, {"stages": 1}),
+    ({"stages": 1}, {"stages": 2}),
+    ({"ranks": 2, "stages": 2}, {"ranks": 1}),
+    ({"block_tokens": 16}, {"block_tokens": 32}),
+    ({"block_tokens": 32}, {"block_tokens": 16}),
+    ({"block_tokens": 16, "ranks": 2}, {"block_tokens": 48}),
+]
+
+
+@pytest.mark.parametrize("prompt", [2, 33, 150])
+@pytest.mark.parametrize(("producer", "consumer"), UNEQUAL)
+def test_engines_of_unequal_shape_hand_over(pair_of, producer, consumer, prompt):
+    """V06 V07 V09 V11 V13: every byte of each head and layer is checked before it is used; two KV heads."""
+    pair = pair_of(
+        producer=Shape(engine_id="p", role="kv_producer", kv_heads=2, **producer),
+        consumer=Shape(engine_id="d", role="kv_consumer", kv_heads=2, **consumer),
+    )
+    add(pair, "r", prompt)
+    pair.run_until(lambda: pair.is_clean)
+    assert pair.consumer.computed_tokens["r"] == 4
+    for member in (pair.producer, pair.consumer):
+        assert member.engine.counters("kvferry_transfers") == {("push", "completed", "written"): 1}
+
+
 @pytest.mark.parametrize("first", ["producer", "consumer"])
 def test_either_leg_may_be_first(pair_of, first):
     pair = pair_of()

@@ -123,9 +123,9 @@ AGENT_SIDE: tuple[Mutant, ...] = (
         "source blocks are put in order, and the target blocks that belong to them are not",
         (
             Edit(
-                "kvferry.layout.descriptors:_block_runs",
-                old="target = target_blocks[order].astype(np.uint64)",
-                new="target = target_blocks.astype(np.uint64)",
+                "kvferry.layout.descriptors:expand",
+                old="source, target = _taken(source, order), _taken(target, order)",
+                new="source = _taken(source, order)",
             ),
         ),
     ),

@@ -19,8 +19,8 @@ POSTING: tuple[Mutant, ...] = (
         (
             Edit(
                 f"{PUMP}:_post",
-                old="source_blocks=_source_blocks(state, row, posted),",
-                new="source_blocks=_source_blocks(state, row, Posted("
+                old="source_blocks=_source_blocks(state, row, delivery, posted),",
+                new="source_blocks=_source_blocks(state, row, delivery, Posted("
                 "posted.start - delivery.start, posted.stop - delivery.start, 0)),",
             ),
         ),

@@ -68,7 +68,7 @@ PULL_SIDE: tuple[Mutant, ...] = (
                 f"{READS}:_check_end",
                 old="""    if reading is None or reading.in_flight:
         return
-    if part.state is PartState.OFFERED and part.landed.reach(row.start) >= row.stop:
+    if part.state is PartState.OFFERED and part.landed.reach(row.start) >= reading.stop:
 """,
                 new="""    if reading is None:
         return
@@ -84,7 +84,7 @@ PULL_SIDE: tuple[Mutant, ...] = (
         (
             Edit(
                 f"{READS}:_check_end",
-                old="part.landed.reach(row.start) >= row.stop",
+                old="part.landed.reach(row.start) >= reading.stop",
                 new="part.landed.reach(max(row.stop - 1, row.start)) >= row.stop",
             ),
         ),

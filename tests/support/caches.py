@@ -60,7 +60,8 @@ class Shape:
     address: int = 4096
     split: bool = False
     head_first: int = 0
-    heads_total: int = 64
+    heads_total: int = 0
+    """0: no more than it holds."""
 
     def build(self, names: Sequence[str]) -> tuple[GroupSpec, tuple[Region, ...]]:
         """The group with planes of these names in the order of memory, and its regions."""
@@ -81,7 +82,7 @@ class Shape:
             content_bytes=self.counts["C"],
             head_first=self.head_first,
             head_count=self.counts["H"],
-            heads_total=self.heads_total,
+            heads_total=self.heads_total or self.counts["H"],
         )
         if self.split and self.order[0] == "L":
             length = strides["L"] - self.padding_bytes["B"]

@@ -20,7 +20,8 @@ from kvferry.agent.directory import Directory, RankEntry
 from kvferry.agent.links import Identity
 from kvferry.connector.caches import Model, describe_caches
 from kvferry.ids import EngineId, Incarnation, PeerName, Rank
-from kvferry.layout.spec import encode_spec
+from kvferry.layout.ranks import heads_of
+from kvferry.layout.spec import CacheSpec, encode_spec
 from kvferry.protocol.limits import Limits
 from kvferry.transport.memory import MemoryFabric, MemoryTransport
 from tests.support.vllm_engine import BLOCK_TOKENS, HEAD_SIZE, HEADS, LAYERS, Engine, Shape
@@ -61,47 +62,35 @@ class Phonebook:
 
 
 class Member:
-    """One engine: scheduler, and per rank worker side, agent and KV memory.
-
-    The ranks hold `HEADS` heads each of a model that has as many in all.
-    """
+    """One engine: scheduler, and per rank worker side, agent and KV memory."""
 
     def __init__(self, name: str, model: Path, fabric: MemoryFabric, book: Phonebook, shape: Shape) -> None:
-        self.memories = [
-            torch.zeros(len(LAYERS), shape.blocks, HEADS, BLOCK_TOKENS, 2 * HEAD_SIZE)
-            for _ in range(shape.ranks)
-        ]
+        self.shape = shape
+        self.memories: list[torch.Tensor] = []
+        """`[layer, block, head, token, content]` of each rank."""
         self.agents: list[Agent] = []
         self.peers: list[PeerName] = []
         entries = []
-        for tp, memory in enumerate(self.memories):
-            caches = describe_caches(
-                {layer: memory[index] for index, layer in enumerate(LAYERS)},
-                model=Model("tiny", "float32", "float32", HEADS * shape.ranks, is_mla=False, facts={}),
-                rank=Rank(0, tp),
-                tp=shape.ranks,
-                pp=1,
-                block_tokens=BLOCK_TOKENS,
-                block_count=shape.blocks,
-            )
-            identity = Identity(EngineId(name), Incarnation("first"), Rank(0, tp))
-            agent = Agent(identity, caches.spec, lambda peer: MemoryTransport(fabric, peer), FAST, book)
+        for rank in shape.places:
+            spec = self._describe(rank)
+            identity = Identity(EngineId(name), Incarnation("first"), rank)
+            agent = Agent(identity, spec, lambda peer: MemoryTransport(fabric, peer), FAST, book)
             self.agents.append(agent)
             self.peers.append(identity.peer)
             entries.append(
                 RankEntry(
-                    pp=0,
-                    tp=tp,
+                    pp=rank.pp,
+                    tp=rank.tp,
                     peer=identity.peer,
                     metadata=agent.start(),
-                    cache=encode_spec(caches.spec),
+                    cache=encode_spec(spec),
                 )
             )
         book.directories[EngineId(name)] = Directory(
             engine=EngineId(name),
             incarnation=Incarnation("first"),
             tp_size=shape.ranks,
-            pp_size=1,
+            pp_size=shape.stages,
             ranks=tuple(entries),
         )
         self.engine = Engine(model, self.agents, shape)
@@ -109,7 +98,27 @@ class Member:
         self.computed_tokens: dict[str, int] = {}
         """Tokens that the engine has computed itself, by request."""
 
+    def _describe(self, rank: Rank) -> CacheSpec:
+        """Make a rank's memory, and describe it by the way of an engine's tensors."""
+        shape = self.shape
+        names, held = shape.layers(rank.pp), heads_of(rank.tp, shape.ranks, shape.heads)
+        memory = torch.zeros(len(names), shape.blocks, len(held), shape.block_tokens, 2 * HEAD_SIZE)
+        self.memories.append(memory)
+        return describe_caches(
+            {layer: memory[index] for index, layer in enumerate(names)},
+            model=Model("tiny", "float32", "float32", shape.heads, is_mla=False, facts={}),
+            rank=rank,
+            tp=shape.ranks,
+            pp=shape.stages,
+            block_tokens=shape.block_tokens,
+            block_count=shape.blocks,
+            stages=tuple(shape.layers(stage) for stage in range(shape.stages)),
+        ).spec
+
     def _forward(self, rank: int, planned: Any) -> None:
+        place = self.shape.places[rank]
+        held = torch.tensor(heads_of(place.tp, self.shape.ranks, self.shape.heads))
+        first_layer = LAYERS.index(self.shape.layers(place.pp)[0])
         for name, count in planned.num_scheduled_tokens.items():
             request = self.engine.scheduler.requests[name]
             stop = request.num_computed_tokens
@@ -117,13 +126,14 @@ class Member:
                 self.computed_tokens[name] = self.computed_tokens.get(name, 0) + count
             # Under asynchronous scheduling the newest tokens are not known yet; the sampler always says 7.
             tokens = list(request.all_token_ids[:stop])
-            expected = prefix_values(tokens + [7] * (stop - len(tokens))) + rank / 2
+            expected = prefix_values(tokens + [7] * (stop - len(tokens)))[:, None, None] + held[:, None] / 4
             blocks = torch.tensor(self.engine.blocks_of(name))
             positions = torch.arange(stop)
-            block, slot = blocks[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS
+            size = self.shape.block_tokens
+            block, slot = blocks[positions // size], positions % size
             old, new = slice(0, stop - count), slice(stop - count, stop)
-            for layer, memory in enumerate(self.memories[rank]):
-                values = (expected + layer)[:, None, None].expand(stop, HEADS, 2 * HEAD_SIZE)
+            for layer, memory in enumerate(self.memories[rank], first_layer):
+                values = (expected + layer).expand(stop, len(held), 2 * HEAD_SIZE)
                 good = memory[block[old], :, slot[old], :] == values[old]
                 if not bool(good.all()):
                     first = int((~good).nonzero()[0][0])

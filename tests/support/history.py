@@ -58,6 +58,10 @@ class FakeOracle:
     block_tokens: int = 4
     clock_rate: float = 1.0
 
+    def block_tokens_of(self, rank: PeerName) -> int:
+        """Tokens per block of a rank's cache, in any life."""
+        return self.block_tokens
+
     def limits_of(self, rank: PeerName) -> Limits:
         """Every rank has the same."""
         return self.limits

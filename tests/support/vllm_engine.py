@@ -46,7 +46,7 @@ from kvferry.connector.metadata import Handshake, WorkerReport
 from kvferry.connector.scheduler import FerryScheduler
 from kvferry.connector.stats import FerryStats, moved_stats
 from kvferry.host.worker import AgentFace, FerryWorker
-from kvferry.ids import EngineId, Incarnation
+from kvferry.ids import EngineId, Incarnation, Rank
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput, FinishReason
@@ -76,9 +76,29 @@ class Shape:
     engine_id: str = "engine-under-test"
     policy: str = "recompute"
     ranks: int = 1
+    """Tensor-parallel ranks of each stage."""
+    stages: int = 1
+    kv_heads: int = 0
+    """The model's; 0: `HEADS` on each rank."""
+    block_tokens: int = BLOCK_TOKENS
     depth: int = 1
     prefix_caching: bool = True
     extra: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def heads(self) -> int:
+        """The model's KV heads."""
+        return self.kv_heads or HEADS * self.ranks
+
+    @property
+    def places(self) -> list[Rank]:
+        """All of its ranks, stage by stage."""
+        return [Rank(pp, tp) for pp in range(self.stages) for tp in range(self.ranks)]
+
+    def layers(self, stage: int) -> tuple[str, ...]:
+        """The layers of a pipeline stage."""
+        count = len(LAYERS) // self.stages
+        return LAYERS[stage * count : (stage + 1) * count]
 
 
 def write_config(directory: Path) -> Path:
@@ -115,7 +135,7 @@ def vllm_config(model: Path, shape: Shape) -> VllmConfig:
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
         ),
-        cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=shape.prefix_caching),
+        cache_config=CacheConfig(block_size=shape.block_tokens, enable_prefix_caching=shape.prefix_caching),
         kv_transfer_config=KVTransferConfig(
             kv_connector="FerryConnector",
             kv_role=shape.role,
@@ -128,6 +148,7 @@ def vllm_config(model: Path, shape: Shape) -> VllmConfig:
     )
     # Set on the finished configuration: vLLM would look for the devices of a parallel engine.
     config.parallel_config.tensor_parallel_size = shape.ranks
+    config.parallel_config.pipeline_parallel_size = shape.stages
     config.scheduler_config.async_scheduling = shape.depth > 1
     config.cache_config.num_gpu_blocks = shape.blocks
     assert isinstance(config.parallel_config, ParallelConfig)
@@ -137,7 +158,7 @@ def vllm_config(model: Path, shape: Shape) -> VllmConfig:
 def kv_cache_config(shape: Shape) -> KVCacheConfig:
     """One group of full attention."""
     spec = FullAttentionSpec(
-        block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32
+        block_size=shape.block_tokens, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32
     )
     page = spec.page_size_bytes
     return KVCacheConfig(
@@ -161,25 +182,30 @@ class Engine:
         self.shape = shape or Shape(ranks=len(agents))
         config = vllm_config(model, self.shape)
         init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+        self._hasher = get_request_block_hasher(self.shape.block_tokens, sha256)
         self.scheduler = (AsyncScheduler if self.shape.depth > 1 else Scheduler)(
             vllm_config=config,
             kv_cache_config=kv_cache_config(self.shape),
             structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK_TOKENS,
+            block_size=self.shape.block_tokens,
             log_stats=True,
         )
         self.side: FerryScheduler = self.scheduler.connector.scheduler
         self.side._open_directory = lambda settings, handshakes: FakeDirectory()
         self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(
             {
-                (0, tp): Handshake(EngineId(self.shape.engine_id), Incarnation("first"), 0, tp, b"", b"")
-                for tp in range(self.shape.ranks)
+                (rank.pp, rank.tp): Handshake(
+                    EngineId(self.shape.engine_id), Incarnation("first"), rank.pp, rank.tp, b"", b""
+                )
+                for rank in self.shape.places
             }
         )
         self.workers = [
             FerryWorker(
-                agent, rank=rank, block_tokens=BLOCK_TOKENS, can_start_over=compat.can_fail_receives()
+                agent,
+                rank=rank,
+                block_tokens=self.shape.block_tokens,
+                can_start_over=compat.can_fail_receives(),
             )
             for rank, agent in enumerate(agents)
         ]

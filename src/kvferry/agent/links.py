@@ -13,13 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvferry.agent.directory import Directory
+from kvferry.agent.directory import Directory, RankEntry
 from kvferry.agent.idle import Connections
 from kvferry.errors import GeometryError, KvferryError, PeerError
 from kvferry.ids import EngineId, Incarnation, PeerName, Rank, peer_name
 from kvferry.layout.compare import compare
 from kvferry.layout.plan import CopyPlan, plan
-from kvferry.layout.ranks import EngineSizes, sharers, sources
+from kvferry.layout.plans import PlanCache
+from kvferry.layout.ranks import Meeting, meetings, shape_of, turn_of
 from kvferry.layout.spec import CacheSpec, decode_spec, encode_spec
 from kvferry.protocol.commands import Source
 from kvferry.protocol.limits import Limits
@@ -71,7 +72,6 @@ class _Writable:
     """A consumer rank that we can write to."""
 
     hello: Hello
-    plan: CopyPlan
     linked: bool = True
 
 
@@ -84,48 +84,87 @@ class Links:
     limits: Limits
     transport: Transport
     connections: Connections
-    _readable: dict[PeerName, CopyPlan] = field(default_factory=dict)
-    """How blocks of the producer ranks that we are connected to map to ours."""
+    _readable: dict[PeerName, bytes] = field(default_factory=dict)
+    """Encoded caches of the producer ranks that we are connected to."""
     _writable: OrderedDict[PeerName, _Writable] = field(default_factory=OrderedDict)
+    _plans: PlanCache = field(default_factory=PlanCache)
 
     # --- as a consumer ---------------------------------------------------------------------------
 
     def open(self, source: Source, directory: Directory, make_room: Callable[[], bool]) -> tuple[Link, ...]:
-        """Connect to the producer's ranks that hold our KV; each has to be greeted.
+        """Connect to the producer's ranks that hold our KV, or that we tell that they need not send it.
 
-        `make_room` is asked before each new connection, and says whether there is room for it.
+        Each has to be greeted. `make_room` is asked before each new connection, and says whether there is
+        room for it.
 
         Raises:
             GeometryError: the caches cannot be joined; all differing fields are in the text.
             PeerError, TransportError: what the directory says cannot be used.
         """
-        consumer = EngineSizes(self.ours.tp_size, self.ours.pp_size)
-        producer = EngineSizes(directory.tp_size, directory.pp_size)
-        entries = {(entry.pp, entry.tp): entry for entry in directory.ranks}
+        met = self._meet(source, directory)
+        most = self.limits.slice_bytes, self.limits.slice_runs
         links: list[Link] = []
-        for rank in sources(self.identity.rank, consumer, producer):
-            entry = entries.get((rank.pp, rank.tp))
-            if entry is None:
-                raise PeerError(f"the directory of {source.engine} lacks rank {rank}")
-            theirs = decode_spec(entry.cache)
-            self._check(theirs)
-            joint = plan(theirs, self.ours)
+        for meeting, entry, joint in met:
             peer = PeerName(entry.peer)
             if peer not in self.connections and not make_room():
                 raise PeerError(self._no_room())
             self._connect(peer, entry.metadata)
-            self._readable[peer] = joint
+            self._readable[peer] = entry.cache
+            self._plans.keep(("read", peer), joint)
             links.append(
                 Link(
                     peer,
-                    sharers(rank, consumer, producer),
-                    tuple(joint.bytes_per_block(group) for group in range(len(joint.groups))),
+                    meeting.sharers,
+                    joint.block_bytes,
                     entry.ends_with_engine,
-                    tuple(group.block_tokens for group in theirs.groups),
-                    *self._slice_tokens(joint),
+                    joint.source_tokens,
+                    joint.slice_tokens(*most),
+                    joint.joined_tokens(*most),
+                    writes=meeting.writes,
                 )
             )
         return tuple(links)
+
+    def _meet(self, source: Source, directory: Directory) -> list[tuple[Meeting, RankEntry, CopyPlan]]:
+        """The producer's ranks that we register with, once it is known that they bring all that we need."""
+        specs: dict[str, CacheSpec] = {}
+        producer = shape_of(self._described(directory, directory.ranks[0], specs))
+        turn = turn_of(self.identity.engine)
+        entries = {Rank(entry.pp, entry.tp): entry for entry in directory.ranks}
+        found = []
+        for meeting in meetings(self.identity.rank, shape_of(self.ours), producer, turn):
+            entry = entries.get(meeting.rank)
+            if entry is None:
+                raise PeerError(f"the directory of {source.engine} lacks rank {meeting.rank}")
+            theirs = self._described(directory, entry, specs)
+            if shape_of(theirs) != producer:
+                raise PeerError(f"ranks of {source.engine} differ in what they say of their engine")
+            found.append((meeting, entry, plan(theirs, self.ours, turn)))
+        self._check_complete(found)
+        return found
+
+    def _described(self, directory: Directory, entry: RankEntry, known: dict[str, CacheSpec]) -> CacheSpec:
+        """A rank's cache, checked."""
+        if entry.peer not in known:
+            theirs = decode_spec(entry.cache)
+            stated = (theirs.rank, theirs.tp_size, theirs.pp_size)
+            if stated != (Rank(entry.pp, entry.tp), directory.tp_size, directory.pp_size):
+                raise PeerError(f"{entry.peer} describes the cache of {theirs.rank}, not its own")
+            self._check(theirs)
+            known[entry.peer] = theirs
+        return known[entry.peer]
+
+    def _check_complete(self, found: list[tuple[Meeting, RankEntry, CopyPlan]]) -> None:
+        for table, groups in enumerate(self.ours.tables):
+            needed = sum(group.block_bytes for group in groups)
+            coming = sum(joint.bytes_per_block(table) for _, _, joint in found)
+            if needed != coming:
+                raise GeometryError(
+                    f"groups[{table}].bytes",
+                    f"{needed} per block",
+                    f"{coming} per block from {len(found)} ranks",
+                    "start all ranks of an engine with the same settings",
+                )
 
     def hello(self) -> Hello:
         """What we say first on a new link."""
@@ -162,25 +201,35 @@ class Links:
                 f"ours is {PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}; upgrade the older engine"
             )
         theirs = decode_spec(hello.cache)
+        if theirs.rank != Rank(hello.pp, hello.tp):
+            raise PeerError(f"{peer} describes the cache of {theirs.rank}, not its own")
         self._check(theirs)
-        joint = plan(self.ours, theirs)
-        self._writable[peer] = _Writable(hello, joint)
+        joint = self._plans.keep(peer, plan(self.ours, theirs, turn_of(hello.engine)))
+        self._writable[peer] = _Writable(hello)
         self._writable.move_to_end(peer)
-        slice_tokens, joined_tokens = self._slice_tokens(joint)
+        most = self.limits.slice_bytes, self.limits.slice_runs
         return PeerFacts(
-            block_tokens=tuple(group.block_tokens for group in theirs.groups),
-            slice_tokens=slice_tokens,
-            block_counts=tuple(group.block_count for group in theirs.groups),
-            joined_tokens=joined_tokens,
+            block_tokens=theirs.block_tokens,
+            slice_tokens=joint.slice_tokens(*most),
+            joined_tokens=joint.joined_tokens(*most),
+            block_counts=theirs.block_counts,
+            block_bytes=joint.block_bytes,
+            windows=tuple(groups[0].window_tokens for groups in theirs.tables),
         )
 
     def plan_for(self, peer: PeerName) -> CopyPlan:
         """How our blocks map to those of a peer that we can write to."""
-        return self._writable[peer].plan
+        hello = self._writable[peer].hello
+        return self._plans.find(peer, lambda: self._plan_again(hello))
+
+    def _plan_again(self, hello: Hello) -> CopyPlan:
+        return plan(self.ours, decode_spec(hello.cache), turn_of(hello.engine))
 
     def reading_plan(self, peer: PeerName) -> CopyPlan:
         """How the blocks of a peer that we read from map to ours."""
-        return self._readable[peer]
+        theirs = self._readable[peer]
+        turn = turn_of(self.identity.engine)
+        return self._plans.find(("read", peer), lambda: plan(decode_spec(theirs), self.ours, turn))
 
     def is_linked(self, peer: PeerName) -> bool:
         """Whether we can write to a peer."""
@@ -221,6 +270,7 @@ class Links:
             self._writable.move_to_end(peer)
             self._trim()
         self._readable.pop(peer, None)
+        self._plans.drop(("read", peer))
         self.transport.disconnect(peer)
         self.connections.closed(peer)
 
@@ -228,6 +278,7 @@ class Links:
         """A peer is gone for good."""
         self.disconnect(peer)
         self._writable.pop(peer, None)
+        self._plans.drop(peer)
 
     def _no_room(self) -> str:
         return f"{self.limits.links_max} other ranks are linked and needed, the limit is links_max"
@@ -243,24 +294,11 @@ class Links:
             first = problems[0]
             raise GeometryError(first.field, first.ours, first.theirs, rest)
 
-    def _slice_tokens(self, joint: CopyPlan) -> tuple[int, int]:
-        """The most tokens of one slice: within the limits of bytes and of descriptors, at least a block.
-
-        And the most where blocks that follow each other on both sides are one descriptor per piece.
-        """
-        tokens, joined = [], []
-        for index, group in enumerate(self.ours.groups):
-            most = max(self.limits.slice_bytes // max(joint.bytes_per_block(index), 1), 1)
-            apart = max(self.limits.slice_runs // max(joint.pieces(index), 1), 1)
-            touch = joint.groups[index].blocks_touch
-            tokens.append(min(most, apart) * group.block_tokens)
-            joined.append((most if touch else min(most, apart)) * group.block_tokens)
-        return min(tokens), min(joined)
-
     def _trim(self) -> None:
         unlinked = [peer for peer, writable in self._writable.items() if not writable.linked]
         for peer in unlinked[: -self.limits.hellos_max]:
             del self._writable[peer]
+            self._plans.drop(peer)
 
 
 def describe(error: Exception) -> str:

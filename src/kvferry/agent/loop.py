@@ -101,10 +101,9 @@ class Loop:
         before_post: Callable[[], None] | None = None,
     ) -> None:
         """`before_post` is called before each post, and raises when nothing may be posted any more."""
-        block_tokens = tuple(group.block_tokens for group in cache.groups)
         encoder = Encoder(transport.notification_bytes_max)
-        self.producer = ProducerCore(limits, block_tokens)
-        self.consumer = ConsumerCore(limits, transport.retry_bound_seconds, block_tokens)
+        self.producer = ProducerCore(limits, cache.block_tokens)
+        self.consumer = ConsumerCore(limits, transport.retry_bound_seconds, cache.block_tokens)
         self.stats = stats
         self._mail = Mail(transport, encoder, stats)
         self._decoder = Decoder(limits.message_bytes_max)

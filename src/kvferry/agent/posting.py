@@ -19,7 +19,7 @@ from kvferry.errors import GeometryError, PeerLostError, TransportError
 from kvferry.ids import PeerName
 from kvferry.layout.descriptors import expand
 from kvferry.layout.plan import CopyPlan
-from kvferry.layout.runs import Runs
+from kvferry.layout.runs import NO_RUNS, Runs
 from kvferry.protocol.outputs import PostSlice
 from kvferry.protocol.reasons import PEER_LOST, because
 from kvferry.transport.base import Handle, PostState, Transport
@@ -71,6 +71,11 @@ class Posts:
         since = clock()
         try:
             runs = slice_runs(piece, plan)
+            if not len(runs):
+                # Nothing that the source holds is needed of these tokens: all its layers have windows.
+                self._tell(piece)
+                self.sink.handle_slice_done(piece.slice, clock())
+                return None
             handle = self._start(piece, runs)
         except PeerLostError as error:
             self.sink.handle_slice_failed(piece.slice, because(PEER_LOST, error), clock(), retryable=False)
@@ -85,6 +90,10 @@ class Posts:
         self._flights[piece.slice] = _Flight(handle, piece.peer, since)
         self.stats.posted(runs.bytes, len(runs), early=piece.early, read=piece.read)
         return self._look(piece.slice, clock)
+
+    def _tell(self, piece: PostSlice) -> None:
+        if piece.notify is not None:
+            self.transport.send(piece.peer, self.encode(piece.notify))
 
     def _start(self, piece: PostSlice, runs: Runs) -> Handle:
         notify = None if piece.notify is None else self.encode(piece.notify)
@@ -125,15 +134,22 @@ def slice_runs(piece: PostSlice, plan: CopyPlan) -> Runs:
     """The runs of a slice, of all its cache groups.
 
     Raises:
-        GeometryError: a block is outside its cache.
+        GeometryError: a block is outside its cache, or the blocks do not cover the tokens.
     """
     parts = [
-        expand(plan, group, np.frombuffer(source, np.int64), np.frombuffer(target, np.int64))
+        expand(
+            plan,
+            group,
+            np.frombuffer(source, np.int64),
+            np.frombuffer(target, np.int64),
+            piece.group_start(group),
+            piece.stop,
+        )
         for group, (source, target) in enumerate(zip(piece.source_blocks, piece.target_blocks, strict=True))
         if source
     ]
-    if len(parts) == 1:
-        return parts[0]
+    if len(parts) <= 1:
+        return parts[0] if parts else NO_RUNS
     return Runs(
         np.concatenate([part.source for part in parts]),
         np.concatenate([part.target for part in parts]),

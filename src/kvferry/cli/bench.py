@@ -2,6 +2,7 @@
 
 hooks    what kvferry's hooks cost an engine's main thread, per step and per request; needs vLLM, no GPU
 serve    load one OpenAI-compatible endpoint and report TTFT, TPOT and goodput; needs no vLLM
+layout   descriptors, planning time and memory of copies between two cache layouts; needs numpy
 compare  kvferry against vLLM's own connectors on emulated engines, with a report; needs vLLM, no GPU
 handover one hand-over from agent to agent, beside raw NIXL; needs NIXL and numpy, no vLLM, no GPU
 """
@@ -17,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvferry.cli import bench_compare, bench_handover, bench_serve
+from kvferry.cli import bench_compare, bench_handover, bench_layout, bench_serve
 from kvferry.errors import UsageError
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("serve", bench_serve),
         ("compare", bench_compare),
         ("handover", bench_handover),
+        ("layout", bench_layout),
     ):
         parser_of_one = commands.add_parser(name, help=module.SUMMARY, description=module.__doc__)
         parser_of_one.set_defaults(measure=module.run)

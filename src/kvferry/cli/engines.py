@@ -24,6 +24,7 @@ KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 ENGINES_MAX = 256
 CPU_CACHE_GIB_DEFAULT = 1
 TENSOR_OPTIONS = ("--tensor-parallel-size", "-tp")
+PIPELINE_OPTIONS = ("--pipeline-parallel-size", "-pp")
 EXECUTOR_OPTION = "--distributed-executor-backend"
 # On the CPU vLLM puts even a single rank behind a shared-memory queue that loses wake-ups when cores are
 # short, and steps then stall for seconds. This is what vLLM uses for a single GPU.
@@ -197,19 +198,23 @@ def kv_transfer_config(role: Role, engine: str, extra: Mapping[str, object]) -> 
     }
 
 
-def tensor_parallel_size(arguments: Sequence[str]) -> int:
-    """The tensor-parallel size that vLLM will read from these arguments.
+def rank_count(arguments: Sequence[str]) -> int:
+    """How many ranks, each with a GPU or cores of its own, vLLM will start with these arguments.
 
     Raises:
-        UsageError: it is no whole number.
+        UsageError: a size is no whole number.
     """
+    return _size(arguments, TENSOR_OPTIONS) * _size(arguments, PIPELINE_OPTIONS)
+
+
+def _size(arguments: Sequence[str], options: tuple[str, ...]) -> int:
     size = "1"
     for index, argument in enumerate(arguments):
         option, equals, value = argument.partition("=")
-        if option in TENSOR_OPTIONS:
+        if option in options:
             size = value if equals else "".join(arguments[index + 1 : index + 2])
     if not size.isdecimal() or int(size) < 1:
-        raise UsageError(f"--tensor-parallel-size must be a whole number from 1 on, not {size!r}")
+        raise UsageError(f"{options[0]} must be a whole number from 1 on, not {size!r}")
     return int(size)
 
 
@@ -225,7 +230,7 @@ def _engine_command(
         command += ["--kv-transfer-config", json.dumps(kv_transfer_config(role, name, extra))]
     if on_cpu:
         command += ["--enforce-eager"]
-        if tensor_parallel_size(given) == 1 and EXECUTOR_OPTION not in given:
+        if rank_count(given) == 1 and EXECUTOR_OPTION not in given:
             command += [EXECUTOR_OPTION, IN_PROCESS_EXECUTOR]
     elif deployment.cache_gib is not None:
         command += ["--kv-cache-memory-bytes", str(deployment.cache_gib << 30)]
@@ -239,7 +244,7 @@ def _cpu_environments(deployment: Deployment) -> list[dict[str, str]]:
             "--accelerators and --gpus-per-engine need a GPU build of vLLM; the one installed here runs on "
             "the CPU"
         )
-    ranks = [tensor_parallel_size(deployment.arguments(role)) for role in deployment.roles]
+    ranks = [rank_count(deployment.arguments(role)) for role in deployment.roles]
     bindings = split_cores(sorted(os.sched_getaffinity(0)), ranks)
     space = str(deployment.cache_gib or CPU_CACHE_GIB_DEFAULT)
     return [{"VLLM_CPU_KVCACHE_SPACE": space, "VLLM_CPU_OMP_THREADS_BIND": binding} for binding in bindings]
@@ -249,8 +254,7 @@ def _gpu_environments(deployment: Deployment) -> list[dict[str, str]]:
     shares = list(deployment.accelerators)
     if not shares:
         sizes = [
-            deployment.gpus_per_engine or tensor_parallel_size(deployment.arguments(role))
-            for role in deployment.roles
+            deployment.gpus_per_engine or rank_count(deployment.arguments(role)) for role in deployment.roles
         ]
         shares = split_accelerators(visible_accelerators(), sizes)
     return [{"CUDA_VISIBLE_DEVICES": share} for share in shares]

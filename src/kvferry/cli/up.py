@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus-per-engine",
         type=int,
         metavar="N",
-        help="accelerators of each engine, handed out in order (default: its tensor-parallel size)",
+        help="accelerators of each engine, handed out in order (default: its number of ranks)",
     )
     parser.add_argument(
         "--accelerators",

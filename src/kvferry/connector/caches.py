@@ -4,16 +4,23 @@ From 0.29 on vLLM registers one four-dimensional view per layer, `[block, head, 
 the order in memory; content holds K and V together, and MLA has one head. All we take from a tensor is its
 address, shape and strides. Where the attention kernel's blocks are smaller than the engine's, the views
 count kernel blocks; then a block of the engine is `Caches.ratio` consecutive blocks of the description.
+
+What the last two dimensions mean is the attention kernel's secret. On GPUs a token's K and V lie behind each
+other, head by head; where the view has other heads than the model (K's and V's apart, with scales between), a
+block is copied as one piece. The kernels of the CPU keep a block's keys transposed, before its values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
+
+import msgspec
 
 from kvferry.errors import UsageError
 from kvferry.ids import Rank
+from kvferry.layout.ranks import heads_of, splits
 from kvferry.layout.runs import Region
 from kvferry.layout.spec import CacheSpec, GroupSpec, Plane
 
@@ -48,6 +55,10 @@ class Tensor(Protocol):
         ...
 
 
+TokenOrder = Literal["tokens", "transposed_keys", "opaque"]
+"""Within a block and head: token by token; all keys, value by value, and then all values; or nobody knows."""
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """What the description states of the model and the engine, besides its memory."""
@@ -58,6 +69,7 @@ class Model:
     kv_heads: int
     is_mla: bool
     facts: Mapping[str, str]
+    order: TokenOrder = "tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,38 +89,28 @@ def describe_caches(
     pp: int,
     block_tokens: int,
     block_count: int,
+    stages: tuple[tuple[str, ...], ...] = (),
 ) -> Caches:
     """Describe a rank's tensors, by layer name; layers that share a tensor count once.
+
+    `stages` has the names of the layers of each pipeline stage, this one's among them.
 
     Raises:
         UsageError: a tensor has an unexpected shape, or the layers' shapes differ; names the layer.
     """
-    layers = _distinct(tensors)
+    layers = distinct(tensors)
     name, first = next(iter(layers.items()))
     for other, tensor in layers.items():
         _check(other, tensor, name, first)
-    kernel_blocks, heads, kernel_tokens, content = first.shape
+    kernel_blocks, _, kernel_tokens, _ = first.shape
     if kernel_blocks % block_count or kernel_tokens * (kernel_blocks // block_count) != block_tokens:
         raise UsageError(
             f"the KV cache of layer {name} has {kernel_blocks} blocks of {kernel_tokens} tokens; "
             f"expected {block_count} of {block_tokens} or an even division of them"
         )
-    size = first.element_size()
-    strides = [step * size for step in first.stride()]
-    head_first, heads_total = _heads(model, heads, rank.tp, tp)
-    group = GroupSpec(
-        kind="mla" if model.is_mla else "full",
-        block_tokens=kernel_tokens,
-        block_count=kernel_blocks,
-        planes=tuple(Plane(layer, tensor.data_ptr(), _device(tensor)) for layer, tensor in layers.items()),
-        block_stride=strides[0],
-        head_stride=strides[1],
-        token_stride=strides[2],
-        content_bytes=content * size,
-        head_first=head_first,
-        head_count=heads,
-        heads_total=heads_total,
-    )
+    groups = _groups(model, layers, rank.tp, tp)
+    if pp > 1:
+        groups = [msgspec.structs.replace(group, stages=stages) for group in groups]
     spec = CacheSpec(
         model=model.name,
         dtype=model.dtype,
@@ -116,14 +118,19 @@ def describe_caches(
         rank=rank,
         tp_size=tp,
         pp_size=pp,
-        groups=(group,),
+        groups=tuple(groups),
         regions=_regions(layers),
         facts=dict(model.facts),
     )
     return Caches(spec, kernel_blocks // block_count)
 
 
-def _distinct(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def distinct(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The layers whose tensors no earlier layer has.
+
+    Raises:
+        UsageError: there is none.
+    """
     layers: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
@@ -151,13 +158,104 @@ def _check(name: str, tensor: Tensor, first_name: str, first: Tensor) -> None:
         )
 
 
-def _heads(model: Model, heads: int, tp_rank: int, tp: int) -> tuple[int, int]:
-    """First KV head of this rank and the model's number of them; more ranks than heads share them."""
-    if model.is_mla:
-        return 0, heads
-    if model.kv_heads >= tp:
-        return tp_rank * heads, heads * tp
-    return tp_rank * model.kv_heads // tp, model.kv_heads * heads
+def _groups(model: Model, layers: Mapping[str, Tensor], tp_rank: int, tp: int) -> list[GroupSpec]:
+    """The entries of the one cache group; the layers are alike."""
+    held = 1 if model.is_mla else max(model.kv_heads // tp, 1)
+    group = _as_viewed(model, layers, tp_rank, tp)
+    if group.head_count != held:
+        return [_as_pages(group, tp_rank, tp)]
+    if model.order == "opaque":
+        return [_as_tiles(group)]
+    if model.order == "transposed_keys":
+        return _keys_and_values(group, next(iter(layers.values())).element_size())
+    return [group]
+
+
+def _as_viewed(model: Model, layers: Mapping[str, Tensor], tp_rank: int, tp: int) -> GroupSpec:
+    """Token by token, as the views' dimensions say."""
+    first = next(iter(layers.values()))
+    blocks, heads, tokens, content = first.shape
+    size = first.element_size()
+    strides = [step * size for step in first.stride()]
+    head_first, heads_total = 0, heads
+    if not model.is_mla:
+        held = heads_of(tp_rank, tp, model.kv_heads) if splits(tp, model.kv_heads) else range(heads)
+        head_first, heads_total = held.start, max(model.kv_heads, held.start + heads)
+    return GroupSpec(
+        kind="mla" if model.is_mla else "full",
+        block_tokens=tokens,
+        block_count=blocks,
+        planes=tuple(Plane(layer, tensor.data_ptr(), _device(tensor)) for layer, tensor in layers.items()),
+        block_stride=strides[0],
+        head_stride=strides[1],
+        token_stride=strides[2],
+        content_bytes=content * size,
+        head_first=head_first,
+        head_count=heads,
+        heads_total=heads_total,
+        table=0,
+    )
+
+
+def _as_tiles(group: GroupSpec) -> GroupSpec:
+    """A head's tokens of a block are one piece.
+
+    Raises:
+        UsageError: they do not lie together.
+    """
+    if group.token_stride != group.content_bytes:
+        raise UsageError(
+            "this attention backend orders a block's tokens in its own way and not head by head; "
+            "FerryConnector cannot carry its cache"
+        )
+    return msgspec.structs.replace(group, tile_tokens=group.block_tokens)
+
+
+def _as_pages(group: GroupSpec, tp_rank: int, tp: int) -> GroupSpec:
+    """A block of a layer is one piece: what it is made of is not the model's heads.
+
+    Raises:
+        UsageError: it does not lie together.
+    """
+    token_bytes = group.head_count * group.content_bytes
+    inner = sorted([(group.head_stride, group.head_count), (group.token_stride, group.block_tokens)])
+    if inner[0][0] != group.content_bytes or inner[1][0] != inner[0][0] * inner[0][1]:
+        raise UsageError(
+            f"the KV cache has {group.head_count} heads per rank, which are not the model's, and its blocks "
+            "do not lie together; set cache_layout to BLHNC or LBHNC"
+        )
+    return msgspec.structs.replace(
+        group,
+        head_first=tp_rank,
+        head_count=1,
+        heads_total=tp,
+        content_bytes=token_bytes,
+        head_stride=token_bytes * group.block_tokens,
+        token_stride=token_bytes,
+        tile_tokens=group.block_tokens,
+    )
+
+
+def _keys_and_values(group: GroupSpec, value_bytes: int) -> list[GroupSpec]:
+    """Each block and head: its keys, value by value for all tokens, and behind them its values by token."""
+    _as_tiles(group)
+    half, whole = group.content_bytes // 2, group.content_bytes
+    keys = msgspec.structs.replace(
+        group,
+        content_bytes=value_bytes,
+        token_stride=value_bytes,
+        rows=half // value_bytes,
+        row_stride=value_bytes * group.block_tokens,
+        element_bytes=whole,
+    )
+    behind = half * group.block_tokens
+    planes = [
+        Plane(plane.name, plane.address + behind, plane.device, content_first=half) for plane in group.planes
+    ]
+    values = msgspec.structs.replace(
+        group, planes=tuple(planes), content_bytes=half, token_stride=half, element_bytes=whole
+    )
+    return [keys, values]
 
 
 def _device(tensor: Tensor) -> int:

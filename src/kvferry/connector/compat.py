@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import re
 from typing import Any
 
@@ -74,6 +75,26 @@ def is_untested(version: str) -> bool:
 
 def _numbers(version: tuple[int, ...]) -> str:
     return ".".join(str(number) for number in version)
+
+
+def has_cache_layouts() -> bool:
+    """Whether the engine lets its connector ask for an order of the KV cache, by name."""
+    return importlib.util.find_spec("vllm.v1.kv_cache_layout") is not None
+
+
+def keeps_keys_transposed(dtype: Any, block_tokens: int, head_size: int, cache_dtype: str) -> bool:
+    """Whether the CPU's attention is known to keep a block's keys value by value.
+
+    What is known of its kernels is what a test has seen them write, in the newest version that we test with.
+    """
+    if tuple(int(number) for number in re.findall(r"\d+", engine_version())[:2]) != NEWEST_TESTED:
+        return False
+    try:
+        backend = importlib.import_module("vllm.v1.attention.backends.cpu_attn")
+        kernel = backend._get_attn_isa(dtype, block_tokens, head_size, cache_dtype)
+    except (ImportError, AttributeError, NotImplementedError, TypeError):
+        return False
+    return bool(kernel == "vec")
 
 
 def can_fail_receives() -> bool:

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvferry.connector.cache_layout import asked
 from kvferry.connector.facts import read_facts
 from kvferry.connector.metadata import FerryMetadata, Handshake, WorkerReport
 from kvferry.connector.scheduler import Directory, FerryScheduler
@@ -83,9 +84,10 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         return moved_stats(moved) if moved else None
 
     @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: Any) -> None:
-        """None: every stride order that the attention backend offers can be carried."""
-        return
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """The order that posts fewest descriptors; every other one can be carried too."""
+        settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        return asked(settings.cache_layout, vllm_config.device_config.device_type)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FerryStats:

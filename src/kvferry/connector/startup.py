@@ -16,7 +16,8 @@ from kvferry.agent.directory import Directory, RankEntry
 from kvferry.agent.directory_server import DirectoryServer
 from kvferry.agent.links import Identity
 from kvferry.connector import compat
-from kvferry.connector.caches import Model, Tensor, describe_caches
+from kvferry.connector.cache_layout import check_given
+from kvferry.connector.caches import Caches, Model, Tensor, TokenOrder, describe_caches, distinct
 from kvferry.connector.facts import only_spec
 from kvferry.connector.launch import make_agent, recorder
 from kvferry.connector.metadata import Handshake
@@ -48,16 +49,10 @@ class WorkerStart:
             TransportError: the transport could not be started.
         """
         facts, settings = self._facts, self._settings
+        order = getattr(self._vllm_config.cache_config, "kv_cache_layout", None)
+        check_given(settings.cache_layout, order)
         rank = Rank(get_pp_group().rank_in_group, get_tp_group().rank_in_group)
-        caches = describe_caches(
-            tensors,
-            model=_model(self._vllm_config, self._kv_cache_config),
-            rank=rank,
-            tp=facts.tp,
-            pp=facts.pp,
-            block_tokens=facts.block_tokens,
-            block_count=facts.block_count,
-        )
+        caches = self._describe(tensors, rank)
         identity = Identity(facts.engine, _shared_incarnation(), rank)
         agent = make_agent(identity, caches.spec, settings)
         handshake = Handshake(
@@ -92,13 +87,26 @@ class WorkerStart:
             )
             worker.damage_block(settings.corrupt_block, lambda block: _damage(tensors, block, caches.ratio))
         logger.info(
-            "rank %s of %s carries %d layers by %s",
+            "rank %s of %s carries %d layers in order %s by %s",
             rank,
             identity.engine,
             len(caches.spec.groups[0].planes),
+            order or "of the engine",
             ", ".join(settings.backends),
         )
         return worker, handshake
+
+    def _describe(self, tensors: dict[str, Tensor], rank: Rank) -> Caches:
+        return describe_caches(
+            tensors,
+            model=_model(self._vllm_config, self._kv_cache_config),
+            rank=rank,
+            tp=self._facts.tp,
+            pp=self._facts.pp,
+            block_tokens=self._facts.block_tokens,
+            block_count=self._facts.block_count,
+            stages=_on_every_stage(tuple(distinct(tensors))),
+        )
 
 
 def open_directory(settings: Settings, handshakes: list[Handshake]) -> DirectoryServer:
@@ -144,6 +152,12 @@ def _shared_incarnation() -> Incarnation:
     return Incarnation(str(shared))
 
 
+def _on_every_stage(layers: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """The layers of each pipeline stage; every rank takes part."""
+    group = get_pp_group()
+    return tuple(tuple(group.broadcast_object(layers, src=stage)) for stage in range(group.world_size))
+
+
 def _model(vllm_config: Any, kv_cache_config: Any) -> Model:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     spec = only_spec(kv_cache_config)
@@ -154,6 +168,7 @@ def _model(vllm_config: Any, kv_cache_config: Any) -> Model:
         kv_dtype=_plain(spec.dtype) if cache.cache_dtype == "auto" else str(cache.cache_dtype),
         kv_heads=model.get_total_num_kv_heads(),
         is_mla=bool(model.use_mla),
+        order=_order(vllm_config, spec),
         facts={
             "model_revision": str(model.revision or ""),
             "quantization": str(model.quantization or ""),
@@ -163,6 +178,18 @@ def _model(vllm_config: Any, kv_cache_config: Any) -> Model:
             "max_model_len": str(model.max_model_len),
         },
     )
+
+
+def _order(vllm_config: Any, spec: Any) -> TokenOrder:
+    """What a block's bytes are, as far as is known of the attention kernel."""
+    if vllm_config.device_config.device_type != "cpu" or vllm_config.model_config.use_mla:
+        return "tokens"
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    if compat.keeps_keys_transposed(
+        vllm_config.model_config.dtype, spec.block_size, spec.head_size, cache_dtype
+    ):
+        return "transposed_keys"
+    return "opaque"
 
 
 def _model_name(model: Any) -> str:

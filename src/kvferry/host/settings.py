@@ -11,9 +11,16 @@ import msgspec
 
 from kvferry.errors import UsageError
 from kvferry.handoff import TransferMode
+from kvferry.layout.describe import STRIDE_ORDERS
 from kvferry.protocol.limits import Limits
 
 _Number = TypeVar("_Number", int, float)
+
+BLOCKS_OUTERMOST = "blocks_outermost"
+"""Of `cache_layout`: ask the engine for an order with blocks outermost, and take what comes."""
+OF_THE_ENGINE = "engine"
+"""The same: ask for nothing."""
+CACHE_LAYOUTS = (BLOCKS_OUTERMOST, OF_THE_ENGINE, *STRIDE_ORDERS)
 
 PORT_DEFAULT = 5600
 HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
@@ -52,6 +59,7 @@ class _Keys(msgspec.Struct, frozen=True, kw_only=True):
     switch_seconds: float = 0.0005
     retry_bound_seconds: float = 30.0
     allow_untested_nixl: bool = False
+    cache_layout: str = BLOCKS_OUTERMOST
     waiting_blocks_share: float = 0.5
     quarantine_share: float = 0.1
     drain_seconds: float = 1.0
@@ -79,6 +87,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     retry_bound_seconds: float
     """After so long the backend has given up on what it had accepted; it outlasts a permission by this."""
     allow_untested_nixl: bool
+    cache_layout: str
+    """One of `CACHE_LAYOUTS`."""
     waiting_blocks_share: float
     """Share of the cache that may wait for remote KV; beyond it the scheduler is told to ask again."""
     quarantine_share: float
@@ -117,6 +127,7 @@ def read_settings(
         switch_seconds=_least("switch_seconds", keys.switch_seconds, 0),
         retry_bound_seconds=_least("retry_bound_seconds", keys.retry_bound_seconds, 1),
         allow_untested_nixl=keys.allow_untested_nixl,
+        cache_layout=_cache_layout(keys),
         waiting_blocks_share=_share("waiting_blocks_share", keys.waiting_blocks_share),
         quarantine_share=_share("quarantine_share", keys.quarantine_share),
         drain_seconds=_least("drain_seconds", keys.drain_seconds, 0),
@@ -200,6 +211,15 @@ def _mode(keys: _Keys) -> TransferMode:
             "set transfer_mode to 'push' or leave it out"
         )
     return "push"
+
+
+def _cache_layout(keys: _Keys) -> str:
+    if keys.cache_layout not in CACHE_LAYOUTS:
+        raise UsageError(
+            f"kv_connector_extra_config.cache_layout must be one of {', '.join(CACHE_LAYOUTS)}, "
+            f"not {keys.cache_layout!r}"
+        )
+    return keys.cache_layout
 
 
 def _share(key: str, value: float) -> float:

@@ -41,6 +41,9 @@ class Runs:
         return len(self.length)
 
 
+NO_RUNS = Runs(*[np.empty(0, np.uint64)] * 3)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Barriers:
     """Addresses at which a run may start but through which none may pass, per side.
@@ -51,8 +54,18 @@ class Barriers:
     source: AddressArray
     target: AddressArray
 
+    @property
+    def flipped(self) -> Barriers:
+        """The same with the sides exchanged."""
+        return Barriers(self.target, self.source)
+
 
 NO_BARRIERS = Barriers(np.empty(0, np.uint64), np.empty(0, np.uint64))
+
+
+def flipped(runs: Runs) -> Runs:
+    """The copies back: sources and targets exchanged."""
+    return Runs(runs.target, runs.source, runs.length)
 
 
 def merge(runs: Runs, barriers: Barriers = NO_BARRIERS) -> Runs:

@@ -1,16 +1,18 @@
 """What one rank's KV cache looks like in memory.
 
 KV is a five-dimensional array `[layer, block, head, token, content]`. A rank holds a part of it, split into
-cache groups that have block tables of their own. The bytes of (plane, block b, head h, token n) are
+cache groups that have block tables of their own. A `GroupSpec` describes layers that lie alike in memory;
+several of them may share one block table (K and V of unlike size, scales beside what they scale). The bytes
+of (plane, block b, head h, token n) are
 
     [address, address + content_bytes)   with
     address = plane.address + b * block_stride + h * head_stride + n * token_stride
 
 Because each plane has an address of its own, every stride order of the five dimensions is such a description,
 padding included. A `CacheSpec` that exists is valid: its constructor checks that every element lies inside a
-registered region and that no two elements of a group overlap (groups may share memory: their blocks are
-never in use at the same time). It travels as bytes, and those of a peer are hostile until `decode_spec`
-has returned.
+registered region, that no two elements of a `GroupSpec` overlap (groups may share memory: their blocks are
+never in use at the same time), and that every layer is there as a whole. It travels as bytes, and those of a
+peer are hostile until `decode_spec` has returned.
 """
 
 from __future__ import annotations
@@ -47,17 +49,19 @@ ADDRESS_MAX = 1 << 62
 class Plane(msgspec.Struct, frozen=True, array_like=True):
     """The part of a layer that one base address and the group's strides reach.
 
-    `name` is the layer's name, with `:k` or `:v` appended where K and V lie apart. `address` is that of block
-    0, head 0 (of this rank), token 0. `device` is that of the region it lies in.
+    `name` is the layer's. `address` is that of block 0, head 0 (of this rank), token 0. `device` is that of
+    the region it lies in. `content_first` is the first byte of the layer's content that it holds: where K and
+    V lie apart a layer has two planes, K's from 0 on and V's from where K ends.
     """
 
     name: str
     address: int
     device: int = 0
+    content_first: int = 0
 
 
 class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The cache of the layers that share one block table. Strides in bytes.
+    """The cache of layers that share a block table and lie alike in memory. Strides in bytes.
 
     The rank holds heads `[head_first, head_first + head_count)` of the model's `heads_total` KV heads; ranks
     that hold replicas state the same heads. Caches without heads (MLA) have one. `kind` says what a block
@@ -75,6 +79,36 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     head_first: int
     head_count: int
     heads_total: int
+    table: int = -1
+    """Number of its block table; -1 in all of a rank's groups: each has its own, in their order."""
+    element_bytes: int = 0
+    """A layer's content per head and token, all planes together; 0 where one plane has all of it."""
+    window_tokens: int = 0
+    """Of sliding windows: the newest so many tokens are all that is needed. 0: every token is."""
+    tile_tokens: int = 1
+    """So many tokens of a head lie together in an order that only the attention kernel knows; 1: each token's
+    content is in one piece. A tile is copied whole."""
+    rows: int = 1
+    row_stride: int = 0
+    """A token's content in a plane is so many pieces of `content_bytes`, so far apart: keys that are kept
+    transposed, one value of all tokens after the other."""
+    stages: tuple[tuple[str, ...], ...] = ()
+    """Names of the layers of this group on each pipeline stage of the engine; empty with one stage."""
+
+    @property
+    def plane_bytes(self) -> int:
+        """A plane's content per head and token."""
+        return self.rows * self.content_bytes
+
+    @property
+    def whole_bytes(self) -> int:
+        """A layer's content per head and token, all planes together."""
+        return self.element_bytes or self.plane_bytes
+
+    @property
+    def layers(self) -> frozenset[str]:
+        """Names of the layers that this rank holds."""
+        return frozenset(plane.name for plane in self.planes)
 
     @property
     def extent_bytes(self) -> int:
@@ -84,7 +118,7 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def block_bytes(self) -> int:
         """Bytes of KV in one block of all planes, padding not counted."""
-        return len(self.planes) * self.head_count * self.block_tokens * self.content_bytes
+        return len(self.planes) * self.head_count * self.block_tokens * self.plane_bytes
 
 
 class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +145,24 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """Refuse what `validate` refuses."""
         validate(self)
+
+    @property
+    def tables(self) -> tuple[tuple[GroupSpec, ...], ...]:
+        """The groups of each block table; what a table's number counts elsewhere as a cache group."""
+        by_table: dict[int, list[GroupSpec]] = {}
+        for index, group in enumerate(self.groups):
+            by_table.setdefault(index if group.table < 0 else group.table, []).append(group)
+        return tuple(tuple(groups) for groups in by_table.values())
+
+    @property
+    def block_tokens(self) -> tuple[int, ...]:
+        """Tokens per block of each block table."""
+        return tuple(groups[0].block_tokens for groups in self.tables)
+
+    @property
+    def block_counts(self) -> tuple[int, ...]:
+        """Blocks of each block table."""
+        return tuple(groups[0].block_count for groups in self.tables)
 
 
 def encode_spec(spec: CacheSpec) -> bytes:
@@ -159,10 +211,15 @@ def validate(spec: CacheSpec) -> None:
     _whole("number of regions", len(spec.regions), 1, REGIONS_MAX)
     _whole("number of groups", len(spec.groups), 1, GROUPS_MAX)
     _whole("number of planes", sum(len(group.planes) for group in spec.groups), 1, PLANES_MAX)
+    _whole("number of names in stages", sum(map(_stage_names, spec.groups)), 0, PLANES_MAX)
     regions = _checked_regions(spec.regions)
+    _check_tables(spec.groups)
     for index, group in enumerate(spec.groups):
         _check_group(f"groups[{index}]", group)
+        _check_stages(f"groups[{index}].stages", group, spec)
         _check_inside(f"groups[{index}]", group, regions)
+    for number, groups in enumerate(spec.tables):
+        _check_table(f"table {number}", groups)
 
 
 def _refuse(field: str, problem: str) -> UsageError:
@@ -210,15 +267,83 @@ def _check_group(field: str, group: GroupSpec) -> None:
     _whole(f"{field}.head_first", group.head_first, 0, group.heads_total - group.head_count)
     for axis in ("block", "head", "token"):
         _whole(f"{field}.{axis}_stride", getattr(group, f"{axis}_stride"), 0, ADDRESS_MAX)
-    if not group.planes:
+    _whole(f"{field}.element_bytes", group.element_bytes, 0, CONTENT_BYTES_MAX)
+    _whole(f"{field}.window_tokens", group.window_tokens, 0, ADDRESS_MAX)
+    _whole(f"{field}.tile_tokens", group.tile_tokens, 1, group.block_tokens)
+    if group.block_tokens % group.tile_tokens:
+        raise _refuse(f"{field}.tile_tokens", f"must divide the {group.block_tokens} tokens of a block")
+    if group.tile_tokens > 1 and (group.token_stride != group.content_bytes or group.rows > 1):
+        raise _refuse(f"{field}.tile_tokens", "tiles have neither holes nor rows; state 1")
+    _whole(f"{field}.rows", group.rows, 1, CONTENT_BYTES_MAX // group.content_bytes)
+    _whole(f"{field}.row_stride", group.row_stride, 0, ADDRESS_MAX)
+    if not group.planes and not group.stages:
         raise _refuse(f"{field}.planes", "is empty; leave out groups that hold no layer")
-    names: set[str] = set()
+    names: set[tuple[str, int]] = set()
     for index, plane in enumerate(group.planes):
         _text(f"{field}.planes[{index}].name", plane.name)
         _whole(f"{field}.planes[{index}].address", plane.address, 0, ADDRESS_MAX)
-        if plane.name in names:
+        _whole(f"{field}.planes[{index}].content_first", plane.content_first, 0, CONTENT_BYTES_MAX)
+        if (plane.name, plane.content_first) in names:
             raise _refuse(f"{field}.planes[{index}].name", f"{plane.name!r} is there twice")
-        names.add(plane.name)
+        names.add((plane.name, plane.content_first))
+
+
+def _stage_names(group: GroupSpec) -> int:
+    return sum(map(len, group.stages))
+
+
+def _check_stages(field: str, group: GroupSpec, spec: CacheSpec) -> None:
+    """Each layer on one stage, and on ours what we hold."""
+    if not group.stages:
+        return
+    if len(group.stages) != spec.pp_size:
+        raise _refuse(field, f"has {len(group.stages)} entries, pp_size is {spec.pp_size}")
+    seen: set[str] = set()
+    for name in (name for stage in group.stages for name in stage):
+        _text(f"{field} (a name)", name)
+        if name in seen:
+            raise _refuse(field, f"{name!r} is there twice")
+        seen.add(name)
+    if set(group.stages[spec.rank.pp]) != group.layers:
+        raise _refuse(f"{field}[{spec.rank.pp}]", "is not what the planes of this rank are")
+
+
+def _check_tables(groups: Sequence[GroupSpec]) -> None:
+    """Block tables are numbered in order, or not at all."""
+    numbers = [group.table for group in groups]
+    if all(number == -1 for number in numbers):
+        return
+    before = -1
+    for index, number in enumerate(numbers):
+        if number not in (max(before, 0), before + 1):
+            raise _refuse(f"groups[{index}].table", f"is {number}; number tables in order from 0 on")
+        before = number
+
+
+def _check_table(field: str, groups: Sequence[GroupSpec]) -> None:
+    """Groups of one block table have the same blocks, and together every layer as a whole."""
+    parts: dict[str, list[tuple[int, int, int, int]]] = {}
+    for group in groups:
+        for name in ("block_tokens", "block_count", "window_tokens"):
+            ours, first = getattr(group, name), getattr(groups[0], name)
+            if ours != first:
+                raise _refuse(f"{field}: {name}", f"is {ours} in one of its groups and {first} in another")
+        for plane in group.planes:
+            part = (plane.content_first, group.plane_bytes, group.whole_bytes, group.heads_total)
+            parts.setdefault(plane.name, []).append(part)
+    for name, pieces in parts.items():
+        _, _, whole, heads = pieces[0]
+        reached = 0
+        for first, length, total, heads_total in sorted(pieces):
+            if (total, heads_total) != (whole, heads):
+                raise _refuse(field, f"parts of {name!r} differ in element_bytes or heads_total")
+            if first != reached:
+                raise _refuse(
+                    field, f"content of {name!r} from byte {min(first, reached)} on is not there once"
+                )
+            reached += length
+        if reached != whole:
+            raise _refuse(field, f"{name!r} has {reached} bytes of content, element_bytes says {whole}")
 
 
 def _check_inside(field: str, group: GroupSpec, regions: Sequence[Region]) -> None:
@@ -244,7 +369,9 @@ def _check_inside(field: str, group: GroupSpec, regions: Sequence[Region]) -> No
             raise _refuse(
                 f"{field}.planes[{index}].device", f"is {plane.device}, its region's is {region.device}"
             )
-    if not _apart(sorted(plane.address for plane in group.planes), axes, group.content_bytes):
+    if group.planes and not _apart(
+        sorted(plane.address for plane in group.planes), axes, group.content_bytes
+    ):
         raise _refuse(f"{field}.planes", "elements of two planes overlap")
 
 
@@ -254,6 +381,7 @@ def _axes(group: GroupSpec) -> list[tuple[str, int, int]]:
         ("block", group.block_stride, group.block_count),
         ("head", group.head_stride, group.head_count),
         ("token", group.token_stride, group.block_tokens),
+        ("row", group.row_stride, group.rows),
     ]
     return sorted((axis for axis in axes if axis[2] > 1), key=lambda axis: axis[1], reverse=True)
 

@@ -170,8 +170,8 @@ class ConsumerCore:
         for key, row in state.rows.items():
             assert row.key == key
             assert row.state is not ReceptionState.ENDED
-            for name in row.parts or {}:
-                assert key in state.peers[name].receptions, "who is waited for is watched"
+            for part in row.open_parts():
+                assert key in state.peers[part.link.peer].receptions, "who is waited for is watched"
             if row.state in (ReceptionState.FAILING, ReceptionState.QUARANTINED):
                 assert row.open_parts(), "a fenced reception has ended"
                 _check_failing(state, row)
@@ -180,7 +180,8 @@ class ConsumerCore:
             assert ("renew", name) in state.peer_timers
             assert ("silence", name) in state.peer_timers
             for key in peer.receptions:
-                assert key in state.rows
+                parts = state.rows[key].parts or {}
+                assert not parts[name].ended, "who owes nothing is not waited for"
         _check_reads(state)
 
 

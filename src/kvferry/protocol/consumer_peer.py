@@ -54,11 +54,12 @@ def written(state: ConsumerState, name: PeerName, message: Written, now: float) 
     if part.state is PartState.UNTOLD:
         state.count("late_message")
         return
-    if (message.start, message.stop) != (row.start, row.stop):
+    stop, _ = row.asked_of(part)
+    if (message.start, message.stop) != (row.start, stop):
         # Whatever it wrote, it is not what we registered.
         state.count("malformed")
         part.state = PART.next(part.state, PartEvent.FAILED)
-        text = f"wrote [{message.start}, {message.stop}), registered [{row.start}, {row.stop})"
+        text = f"wrote [{message.start}, {message.stop}), registered [{row.start}, {stop})"
         _fail(state, row, because(MALFORMED, text), now)
         fences.check(state, row, now)
         return

@@ -25,7 +25,7 @@ def ask(state: ConsumerState, row: Reception, part: Part, now: float) -> None:
         consumer=row.consumer,
         attempt=row.attempt,
         start=row.start,
-        stop=row.stop,
+        stop=row.asked_of(part)[0],
         asked=now,
         sharers=part.link.sharers,
     )

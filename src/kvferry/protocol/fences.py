@@ -67,16 +67,18 @@ def tell_part(state: ConsumerState, row: Reception, part: Part, now: float) -> N
         farewells.ask(state, row, part, now)
         return
     part.state = PART.next(part.state, PartEvent.TELL)
+    stop, groups = row.asked_of(part)
     register = Register(
         transfer=row.transfer,
         consumer=row.consumer,
         attempt=row.attempt,
         start=row.start,
-        stop=row.stop,
-        groups=row.groups,
+        stop=stop,
+        groups=groups,
         write_seconds=state.limits.write_seconds,
         mark=grant(state, part, now),
         sharers=part.link.sharers,
+        block_bytes=part.link.block_bytes,
     )
     state.outputs.append(Send(part.link.peer, register))
 
@@ -125,6 +127,10 @@ def ask_for_fence(state: ConsumerState, row: Reception, part: Part) -> None:
 
 def check(state: ConsumerState, row: Reception, now: float) -> None:
     """Draw the consequences of a part's end."""
+    for name, part in (row.parts or {}).items():
+        if part.ended:
+            # It owes nothing more, so that its silence means nothing while other ranks go on.
+            _stop_watching(state, name, row)
     if row.state is ReceptionState.WAITING:
         if row.parts and all(part.state in PART_COMPLETE for part in row.parts.values()):
             row.state = RECEPTION.next(row.state, ReceptionEvent.COMPLETE)
@@ -188,12 +194,18 @@ def _end(state: ConsumerState, row: Reception) -> None:
 def leave(state: ConsumerState, row: Reception) -> None:
     """Stop waiting for the row's producer ranks."""
     for name in row.parts or {}:
-        peer = state.peers[name]
-        peer.receptions.discard(row.key)
-        if not peer.receptions:
-            del state.peers[name]
-            for kind in ("renew", "silence", "dead"):
-                state.peer_timers.cancel((kind, name))
+        _stop_watching(state, name, row)
+
+
+def _stop_watching(state: ConsumerState, name: PeerName, row: Reception) -> None:
+    peer = state.peers.get(name)
+    if peer is None:
+        return
+    peer.receptions.discard(row.key)
+    if not peer.receptions:
+        del state.peers[name]
+        for kind in ("renew", "silence", "dead"):
+            state.peer_timers.cancel((kind, name))
 
 
 def part_ways(state: ConsumerState, row: Reception) -> None:

@@ -78,8 +78,11 @@ class Register(Message, frozen=True, tag="register"):
     Without a mark nothing may be posted yet: a `Status` with one is asked for.
 
     `groups[g]` are the spans of the consumer's blocks of cache group g which cover tokens
-    `[start, stop)`; `start` is a multiple of the consumer's block size. `sharers` is the number of ranks of
-    the consumer engine that register this transfer and consumer with this producer rank.
+    `[start, stop)`, or of layers with a window the last ones of these; `start` is a multiple of the
+    consumer's block size. `sharers` is the number of ranks of
+    the consumer engine that register this transfer and consumer with this producer rank. `block_bytes[g]`
+    are the bytes that the consumer expects in each block from this rank: both sides have made a plan, and
+    they must have made the same. A rank that has nothing to send gets an empty range.
     """
 
     transfer: TransferId
@@ -91,6 +94,7 @@ class Register(Message, frozen=True, tag="register"):
     mark: float | None = None
     sharers: int = 1
     attempt: int = 1
+    block_bytes: tuple[int, ...] = ()
 
 
 class Fetch(Message, frozen=True, tag="fetch"):

@@ -55,8 +55,9 @@ class Inquire(Output, frozen=True):
 class PostSlice(Output, frozen=True):
     """Write tokens `[start, stop)`, and `notify` travels with them; or read them. One array per cache group.
 
-    `source_blocks[g]` and `target_blocks[g]` cover the range in their own engine's block size.
-    `early` says that prefill had not ended when it was posted.
+    `source_blocks[g]` and `target_blocks[g]` cover the range in their own engine's block size, from
+    `starts[g]` on where that is later: of a window only its own tokens travel. `early` says that prefill had
+    not ended when it was posted.
     """
 
     slice: int
@@ -70,13 +71,19 @@ class PostSlice(Output, frozen=True):
     notify: AnyMessage | None
     early: bool
     read: bool = False
+    starts: tuple[int, ...] = ()
+
+    def group_start(self, group: int) -> int:
+        """The first token of a group that is written."""
+        return max(self.start, self.starts[group]) if self.starts else self.start
 
 
 class Link(msgspec.Struct, frozen=True):
     """A producer rank that a consumer rank registers with.
 
     `sharers` ranks of the consumer's engine register with it; `block_bytes[g]` are the bytes that it writes
-    into one block of ours of cache group g.
+    into one block of ours of cache group g. One that `writes` nothing has a replica of what another rank
+    sends; it is given an empty range, which tells it that it need not.
     """
 
     peer: PeerName
@@ -90,6 +97,7 @@ class Link(msgspec.Struct, frozen=True):
     """The most tokens of one slice that we read from it."""
     joined_tokens: int = 0
     """The same where its blocks follow each other on both sides, as in `PeerFacts`."""
+    writes: bool = True
 
 
 class PeerFacts(msgspec.Struct, frozen=True):
@@ -103,6 +111,10 @@ class PeerFacts(msgspec.Struct, frozen=True):
     slice_tokens: int
     block_counts: tuple[int, ...] = ()
     """Blocks of each group of the peer's cache; a registration cannot have more."""
+    block_bytes: tuple[int, ...] = ()
+    """Bytes that we write into one block of the peer's, by group, as our plan has it."""
+    windows: tuple[int, ...] = ()
+    """Tokens before the end of a registration that are all it needs of a group; 0, or unstated: every one."""
     joined_tokens: int = 0
     """The most tokens of a slice whose blocks follow each other on both sides, so that they take few
     descriptors; no more than `slice_tokens` where that saves none."""

@@ -59,7 +59,9 @@ def announce(state: ProducerState, peer: PeerName, message: Announce, now: float
 
 def register(state: ProducerState, peer: PeerName, message: Register, now: float) -> None:
     """A consumer's destination is allocated."""
-    problem = _malformed(state, state.lanes[peer], message) or conflict(state, peer, message)
+    lane = state.lanes[peer]
+    problem = _malformed(state, lane, message) or _other_plan(lane, message)
+    problem = problem or conflict(state, peer, message)
     if problem:
         state.count("malformed")
         refuse(state, peer, message, because(MALFORMED, problem), now)
@@ -83,6 +85,7 @@ def register(state: ProducerState, peer: PeerName, message: Register, now: float
         delivery.start, delivery.stop = message.start, message.stop
         delivery.next_token = message.start
         state.hold_blocks(delivery, tuple(expanded(spans) for spans in message.groups))
+        delivery.starts = _starts(state.block_tokens, lane, message)
         delivery.registration = digest(message)
         pump.stand_behind(state, delivery, now)
     row = state.rows[message.transfer]
@@ -415,12 +418,33 @@ def conflict(state: ProducerState, peer: PeerName, message: Register | Fetch) ->
     return "registered before, with other blocks" if known not in (None, digest(message)) else ""
 
 
+def _starts(ours: tuple[int, ...], lane: Lane, message: Register) -> tuple[int, ...]:
+    """The first token of each group to write: before a window its producer may have no blocks."""
+    starts = []
+    for index, (spans, tokens) in enumerate(zip(message.groups, lane.facts.block_tokens, strict=True)):
+        blocks = sum(count for _, count in spans)
+        start = max(message.start, (-(-message.stop // tokens) - blocks) * tokens)
+        if window := sum(lane.facts.windows[index : index + 1]):
+            cell = math.gcd(ours[index], tokens)
+            start = max(start, (message.stop - window) // cell * cell)
+        starts.append(start)
+    return tuple(starts)
+
+
 def _too_many_blocks(state: ProducerState, peer: PeerName, message: Register) -> str:
     """Whether the peer's open registrations would have more blocks together than one peer may have."""
     blocks = sum(count for spans in message.groups for _, count in spans)
     blocks += state.registered.get(peer, 0)
     most = state.lanes[peer].blocks_max(state.limits)
     return f"{blocks} blocks of one rank registered, the limit is {most}" if blocks > most else ""
+
+
+def _other_plan(lane: Lane, message: Register) -> str:
+    """Whether the consumer expects other bytes of us than those that we would write."""
+    ours, theirs = lane.facts.block_bytes, message.block_bytes
+    if ours and theirs and ours != theirs:
+        return f"{theirs} bytes expected per block, we would write {ours}"
+    return ""
 
 
 def _malformed(state: ProducerState, lane: Lane, message: Register) -> str:
@@ -439,6 +463,11 @@ def _malformed(state: ProducerState, lane: Lane, message: Register) -> str:
         blocks_max = min((state.limits.blocks_max, *lane.facts.block_counts[index : index + 1]))
         if past_block - first_block > blocks_max:
             return f"{past_block - first_block} blocks, the limit is {blocks_max}"
-        if sum(count for _, count in spans) != past_block - first_block:
+        count = sum(count for _, count in spans)
+        if window := sum(lane.facts.windows[index : index + 1]):
+            # Whoever computes the next token needs one token less of a window than who computes the last one.
+            needed = (message.stop + 1 - window) // tokens
+            first_block = max(first_block, min(needed, past_block - count))
+        if count != past_block - first_block:
             return f"groups[{index}] does not have the {past_block - first_block} blocks of its tokens"
     return ""

@@ -14,7 +14,7 @@ from kvferry.protocol import settle
 from kvferry.protocol.messages import Landed, Written
 from kvferry.protocol.outputs import BlockArray, Disconnect, PostSlice
 from kvferry.protocol.reasons import POST_FAILED, coded
-from kvferry.protocol.slices import Posted, blocks_covering, cut_blocks, is_one_run
+from kvferry.protocol.slices import Posted, blocks_covering, is_one_run
 from kvferry.protocol.sources import Delivery, Lane, ProducerState, SourceRow
 from kvferry.protocol.states import DELIVERY, DeliveryEvent, DeliveryState, SourceState
 
@@ -71,7 +71,7 @@ def _slice_tokens(state: ProducerState, row: SourceRow, delivery: Delivery, lane
     if stop <= delivery.next_token + facts.slice_tokens:
         return facts.slice_tokens
     longer = Posted(delivery.next_token, stop, 0)
-    cuts = (*_source_blocks(state, row, longer), *_target_blocks(lane, delivery, longer))
+    cuts = (*_source_blocks(state, row, delivery, longer), *_target_blocks(lane, delivery, longer))
     return facts.joined_tokens if all(map(is_one_run, cuts)) else facts.slice_tokens
 
 
@@ -138,10 +138,11 @@ def _post(
         consumer=delivery.consumer,
         start=posted.start,
         stop=posted.stop,
-        source_blocks=_source_blocks(state, row, posted),
+        source_blocks=_source_blocks(state, row, delivery, posted),
         target_blocks=_target_blocks(lane, delivery, posted),
         notify=notify,
         early=row.frontier < row.tokens,
+        starts=delivery.starts,
     )
 
 
@@ -156,18 +157,32 @@ def written(delivery: Delivery) -> Written:
     )
 
 
-def _source_blocks(state: ProducerState, row: SourceRow, posted: Posted) -> tuple[BlockArray, ...]:
+def _source_blocks(
+    state: ProducerState, row: SourceRow, delivery: Delivery, posted: Posted
+) -> tuple[BlockArray, ...]:
     cuts = []
-    for blocks, tokens in zip(row.blocks, state.block_tokens, strict=True):
-        first, past = blocks_covering(posted.start, posted.stop, tokens)
-        assert past <= len(blocks), "the frontier is covered by blocks"
+    for blocks, tokens, start in zip(row.blocks, state.block_tokens, delivery.starts, strict=True):
+        first, past = _covering(posted, start, tokens)
+        assert first == past or past <= len(blocks), "the frontier is covered by blocks"
         cuts.append(blocks[first:past])
     return tuple(cuts)
 
 
 def _target_blocks(lane: Lane, delivery: Delivery, posted: Posted) -> tuple[BlockArray, ...]:
-    tokens = lane.facts.block_tokens
-    return cut_blocks(delivery.target_blocks, tokens, delivery.start, posted.start, posted.stop)
+    cuts = []
+    groups = zip(delivery.target_blocks, lane.facts.block_tokens, delivery.starts, strict=True)
+    for blocks, tokens, start in groups:
+        first, past = _covering(posted, start, tokens)
+        base = -(-delivery.stop // tokens) - len(blocks)
+        cuts.append(blocks[first - base : past - base])
+    return tuple(cuts)
+
+
+def _covering(posted: Posted, start: int, tokens: int) -> tuple[int, int]:
+    """The blocks of a slice from token `start` on; none where it ends before."""
+    if start >= posted.stop:
+        return start // tokens, start // tokens
+    return blocks_covering(max(posted.start, start), posted.stop, tokens)
 
 
 def slice_ended(state: ProducerState, number: int, now: float, failure: str | None, *, retry: bool) -> None:

@@ -67,22 +67,24 @@ def offered(state: ConsumerState, row: Reception, part: Part, message: Offer, no
             return
         part.state = following
         source = tuple(expanded(spans) for spans in message.groups)
-        target = tuple(expanded(spans) for spans in row.groups)
-        part.reading = Reading(source, target, row.stop, next_token=row.start, offered_at=now)
+        stop, groups = row.asked_of(part)
+        target = tuple(expanded(spans) for spans in groups)
+        part.reading = Reading(source, target, stop, next_token=row.start, offered_at=now)
         _check_end(state, row, part, now)
     if part.state is PartState.OFFERED:
         extend(state, row, part, message.asked, message.keep_seconds, now)
 
 
 def _unfit(state: ConsumerState, row: Reception, part: Part, message: Offer, now: float) -> str:
-    if (message.start, message.stop) != (row.start, row.stop):
-        return f"offered [{message.start}, {message.stop}), asked for [{row.start}, {row.stop})"
+    stop, _ = row.asked_of(part)
+    if (message.start, message.stop) != (row.start, stop):
+        return f"offered [{message.start}, {message.stop}), asked for [{row.start}, {stop})"
     if not (message.asked <= now and math.isfinite(message.keep_seconds)):
         return f"offered for {message.keep_seconds} s after {message.asked}, which is no promise"
     if len(message.groups) != len(part.link.block_tokens):
         return f"{len(message.groups)} cache groups, it has {len(part.link.block_tokens)}"
     for index, (spans, tokens) in enumerate(zip(message.groups, part.link.block_tokens, strict=True)):
-        first, past = blocks_covering(row.start, row.stop, tokens)
+        first, past = blocks_covering(row.start, stop, tokens)
         if any(start < 0 or count < 1 for start, count in spans):
             return f"groups[{index}] has a span that is not (first >= 0, count >= 1)"
         if sum(count for _, count in spans) != past - first:
@@ -260,7 +262,7 @@ def _check_end(state: ConsumerState, row: Reception, part: Part, now: float) -> 
     reading = part.reading
     if reading is None or reading.in_flight:
         return
-    if part.state is PartState.OFFERED and part.landed.reach(row.start) >= row.stop:
+    if part.state is PartState.OFFERED and part.landed.reach(row.start) >= reading.stop:
         part.state = PART.next(part.state, PartEvent.FETCHED)
         state.retry_timers.cancel((row.key, part.link.peer))
         message = Fetched(

@@ -88,8 +88,8 @@ class Part:
         return self.state in PART_ENDED
 
     def good_until(self, start: int, stop: int) -> int:
-        """Tokens before this came from this rank, whatever happens next."""
-        if self.state in PART_COMPLETE:
+        """Tokens before this came from this rank, whatever happens next, or were not to come from it."""
+        if self.state in PART_COMPLETE or not self.link.writes:
             return stop
         return min(max(self.landed.reach(start), self.valid_until, start), stop)
 
@@ -122,6 +122,10 @@ class Reception:
     @property
     def key(self) -> ReceptionKey:
         return (self.transfer, self.consumer)
+
+    def asked_of(self, part: Part) -> tuple[int, Groups]:
+        """Where the range ends that a rank has for us, and our blocks of it."""
+        return (self.stop, self.groups) if part.link.writes else (self.start, tuple(() for _ in self.groups))
 
     def open_parts(self) -> list[Part]:
         """Parts of which no end is known."""

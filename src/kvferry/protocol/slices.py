@@ -55,6 +55,8 @@ def cut_blocks(
 
 def is_one_run(blocks: BlockArray) -> bool:
     """Whether blocks follow each other without a gap."""
+    if not blocks:
+        return True
     first, last = blocks[0], blocks[-1]
     # The ends tell nearly all; only where they fit each block is looked at.
     return last - first == len(blocks) - 1 and blocks == array("q", range(first, last + 1))

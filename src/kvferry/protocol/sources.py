@@ -43,6 +43,8 @@ class Delivery:
     start: int = 0
     stop: int = 0
     target_blocks: tuple[BlockArray, ...] = ()
+    starts: tuple[int, ...] = ()
+    """The first token of each group to write: `start`, or a later one of a window."""
     registration: int | None = None
     """Digest of what was registered: the same name with other blocks is no repetition."""
     permission_until: float = 0.0

@@ -312,7 +312,7 @@ def test_geometry_that_does_not_fit_is_refused_with_the_field() -> None:
     [failed] = consumers[0].of(ReceiveFailed)
     assert took < 1.0
     assert failed.reason.startswith("geometry: ")
-    assert "tp_size" in failed.reason
+    assert "groups[0].heads_total differs: ours is 4, theirs is 2" in failed.reason
     assert failed.fenced
     world.assert_empty()
 

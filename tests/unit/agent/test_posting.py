@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
 from kvferry.agent.posting import Posts
@@ -98,6 +99,17 @@ def test_a_slice_is_released_once_and_after_its_end() -> None:
     assert posts.poll(lambda: 2.0) == []
     assert posts.poll(lambda: 3.0) == []
     assert (native.released, sink.ends, posts.peers()) == ([7], [(5, "", None)], set())
+
+
+def test_a_slice_of_nothing_is_a_message_alone() -> None:
+    """A rank that holds only windows has nothing to write of early tokens, and says so in their order."""
+    sent: list[tuple[PeerName, bytes]] = []
+    native = Native()
+    native.send = lambda peer, payload: sent.append((peer, payload))  # type: ignore[attr-defined]
+    posts, sink = posts_over(native)
+    nothing = msgspec.structs.replace(piece(), source_blocks=(array("q"),), target_blocks=(array("q"),))
+    assert posts.post(nothing, joint(), lambda: 0.0) is None
+    assert (sent, sink.ends, len(posts)) == ([(D, b"written")], [(5, "", None)], 0)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli import engines
-from kvferry.cli.engines import Deployment, bring_up, engine_specs, router_spec, tensor_parallel_size
+from kvferry.cli.engines import Deployment, bring_up, engine_specs, rank_count, router_spec
 from kvferry.cli.fleet import Fleet
 from kvferry.cli.processes import ServerSpec
 from kvferry.errors import UsageError
@@ -152,18 +152,20 @@ def test_an_impossible_deployment_names_its_option(changes: dict[str, object], m
         (("--tensor-parallel-size=4", "--seed", "2"), 4),
         (("-tp", "2"), 2),
         (("-tp", "2", "-tp", "8"), 8),
+        (("--pipeline-parallel-size", "3"), 3),
+        (("-tp=2", "-pp", "2"), 4),
     ],
 )
-def test_the_tensor_parallel_size_is_read(arguments: tuple[str, ...], size: int) -> None:
-    assert tensor_parallel_size(arguments) == size
+def test_the_number_of_ranks_is_read(arguments: tuple[str, ...], size: int) -> None:
+    assert rank_count(arguments) == size
 
 
 @pytest.mark.parametrize(
-    "arguments", [("-tp", "two"), ("-tp",), ("-tp=0",), ("--tensor-parallel-size", "-1")]
+    "arguments", [("-tp", "two"), ("-tp",), ("-tp=0",), ("--tensor-parallel-size", "-1"), ("-pp", "x")]
 )
-def test_a_tensor_parallel_size_that_is_none_is_an_error(arguments: tuple[str, ...]) -> None:
-    with pytest.raises(UsageError, match="--tensor-parallel-size must be a whole number"):
-        tensor_parallel_size(arguments)
+def test_a_parallel_size_that_is_none_is_an_error(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError, match=r"--(tensor|pipeline)-parallel-size must be a whole number"):
+        rank_count(arguments)
 
 
 def test_the_router_is_told_every_engine() -> None:

@@ -6,12 +6,17 @@ import ctypes
 
 import pytest
 import torch
+from vllm import _custom_ops as ops
 
+from kvferry.connector import compat
 from kvferry.connector.caches import Model, describe_caches
 from kvferry.errors import UsageError
 from kvferry.ids import Rank
+from kvferry.layout.compare import compare
 from kvferry.layout.describe import STRIDE_ORDERS
+from kvferry.layout.ranks import shape_of
 from kvferry.layout.spans import scaled_spans
+from tests.support.engines import where
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 5, 2, 4, 6
 
@@ -37,15 +42,16 @@ def tensors(order="LBHNC", *, heads=HEADS, blocks=BLOCKS, tokens=TOKENS):
     return {f"layers.{layer}": logical[layer] for layer in range(LAYERS)}
 
 
-def describe(views, *, given=None, rank=None, tp=1, block_tokens=TOKENS, block_count=BLOCKS):
+def describe(views, *, given=None, rank=None, tp=1, block_tokens=TOKENS, block_count=BLOCKS, stages=()):
     return describe_caches(
         views,
         model=given or model(),
         rank=rank or Rank(0, 0),
         tp=tp,
-        pp=1,
+        pp=max(len(stages), 1),
         block_tokens=block_tokens,
         block_count=block_count,
+        stages=stages,
     )
 
 
@@ -106,12 +112,77 @@ def test_heads_of_each_rank(kv_heads, tp, heads, firsts):
         assert (group.head_first, group.head_count, group.heads_total) == (first, heads, kv_heads)
 
 
+def test_the_cpu_s_kernels_keep_keys_transposed_as_described():
+    """V13: what the kernel writes is read back by the description, byte by byte, whatever the block size."""
+    heads, size = 2, 32
+    for tokens in (32, 64):
+        cache = torch.zeros(3, heads, tokens, 2 * size)
+        keys, values = (torch.rand(tokens, heads, size) for _ in range(2))
+        wide = cache.view(3, heads, 2 * tokens, size)
+        slots = torch.arange(tokens, 2 * tokens)
+        ops.cpu_attn_reshape_and_cache(keys, values, *wide.chunk(2, dim=2), slots, "vec")
+        assert compat.keeps_keys_transposed(torch.float32, tokens, size, "auto")
+        spec = describe(
+            {"layers.0": cache},
+            given=model(order="transposed_keys"),
+            block_tokens=tokens,
+            block_count=3,
+        ).spec
+        (group,) = spec.tables
+        places = where(group, "layers.0", range(heads), range(tokens, 2 * tokens), [1])
+        for head in range(heads):
+            for token in range(tokens):
+                found = bytes(ctypes.c_ubyte.from_address(int(at)).value for at in places[head, token])
+                expected = torch.cat([keys[token, head], values[token, head]]).numpy().tobytes()
+                assert found == expected
+
+
+def test_kernels_that_nobody_knows_have_blocks_that_stay_whole():
+    (group,) = describe(tensors(), given=model(order="opaque")).spec.groups
+    assert group.tile_tokens == group.block_tokens == TOKENS
+    with pytest.raises(UsageError, match="orders a block's tokens in its own way"):
+        describe(tensors("LBNHC"), given=model(order="opaque"))
+    assert not compat.keeps_keys_transposed(torch.bfloat16, 48, 48, "auto")
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "BLHNC", "LBNHC"])
+def test_heads_that_are_not_the_model_s_are_copied_by_the_block(order):
+    """V07, V09: K's and V's heads apart: a range of them is no range of the model's."""
+    caches = describe(tensors(order, heads=4), given=model(kv_heads=4), rank=Rank(0, 1), tp=2)
+    (group,) = caches.spec.groups
+    assert (group.head_first, group.head_count, group.heads_total) == (1, 1, 2)
+    assert group.tile_tokens == TOKENS
+    assert group.block_bytes == LAYERS * 4 * TOKENS * CONTENT * 4
+    other = describe(tensors(order, heads=8), given=model(kv_heads=4), rank=Rank(0, 0), tp=1).spec
+    assert "groups[0].heads_total" in {error.field for error in compare(caches.spec, other)}
+
+
+@pytest.mark.parametrize("order", ["LHBNC", "BHLNC"])
+def test_heads_that_are_not_the_model_s_and_lie_apart_are_refused(order):
+    with pytest.raises(UsageError, match="cache_layout"):
+        describe(tensors(order, heads=4), given=model(kv_heads=4), rank=Rank(0, 1), tp=2)
+
+
 def test_mla_has_one_head_on_every_rank():
     for rank in range(2):
         group = describe(
             tensors(heads=1), given=model(is_mla=True, kv_heads=16), rank=Rank(0, rank), tp=2
         ).spec.groups[0]
         assert (group.kind, group.head_first, group.heads_total) == ("mla", 0, 1)
+
+
+def test_a_stage_says_what_all_stages_hold():
+    """V11: both sides find out who has what, whatever the split."""
+    views = {name.replace("layers.", "layers.1"): view for name, view in tensors().items()}
+    stages = (("layers.0", "layers.1"), tuple(views))
+    caches = describe(views, rank=Rank(1, 0), stages=stages)
+    assert caches.spec.groups[0].stages == stages
+    assert (caches.spec.pp_size, caches.spec.rank.pp) == (2, 1)
+    assert len(shape_of(caches.spec).stages[0][HEADS]) == 2
+
+
+def test_an_engine_of_one_stage_sends_no_names_twice():
+    assert describe(tensors(), stages=(tuple(tensors()),)).spec.groups[0].stages == ()
 
 
 def test_layers_that_differ_are_refused_by_name():

@@ -16,7 +16,7 @@ from kvferry.layout.descriptors import BlockArray, expand
 from kvferry.layout.plan import CopyPlan, join, plan
 from kvferry.layout.runs import Region
 from kvferry.layout.spec import CacheSpec, GroupSpec, Plane
-from tests.support.caches import cache_of, triples
+from tests.support.caches import cache_of, triples, with_group
 
 SOURCE, TARGET = 1 << 30, 1 << 40
 LAYERS, HEADS, TOKENS, CONTENT = 3, 2, 4, 8
@@ -164,6 +164,94 @@ def test_pieces_of_one_block_stay_in_their_regions_too(side: str) -> None:
     assert plan(whole, whole).pieces(0) == 1
     found = plan(*((split, whole) if side == "source" else (whole, split)))
     assert found.pieces(0) == len(expand(found, 0, ids(0), ids(0))) == LAYERS
+
+
+# --- blocks of unequal size, and ranges of tokens --------------------------------------------------
+
+
+def offsets(runs: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Runs of the first layer, in terms of tokens; each token of both heads has `PER_TOKEN` bytes."""
+    return [
+        ((source - SOURCE) // PER_TOKEN, (target - TARGET) // PER_TOKEN, length // PER_TOKEN)
+        for source, target, length in runs
+        if source < SOURCE + 64 * 8 * PER_TOKEN
+    ]
+
+
+PER_TOKEN = HEADS * CONTENT
+
+
+def plan_of_sizes(source: int, target: int, blocks: int = 64) -> CopyPlan:
+    """Heads within tokens, so that tokens of a block lie side by side."""
+    return plan(
+        spec_of("LBNHC", SOURCE, block_tokens=source, blocks=blocks * 8 // source),
+        spec_of("LBNHC", TARGET, block_tokens=target, blocks=blocks * 8 // target),
+    )
+
+
+def test_small_blocks_gather_in_a_large_one() -> None:
+    """V13: four blocks of 4 tokens are two of 8."""
+    runs = expand(plan_of_sizes(4, 8), 0, ids(9, 3, 4, 7), ids(5, 1))
+    assert offsets(triples(runs)) == [(12, 44, 4), (16, 8, 4), (28, 12, 4), (36, 40, 4)]
+
+
+def test_a_large_block_scatters_into_small_ones_in_the_order_of_their_places() -> None:
+    runs = expand(plan_of_sizes(8, 4), 0, ids(5, 1), ids(9, 3, 4, 7))
+    assert offsets(triples(runs)) == [(44, 12, 4), (8, 16, 4), (12, 28, 4), (40, 36, 4)]
+
+
+def test_neighbours_are_one_run_whatever_the_block_size() -> None:
+    """G01"""
+    for sizes, source, target in (((8, 4), ids(2, 3), ids(6, 7, 8, 9)), ((4, 8), ids(6, 7, 8, 9), ids(2, 3))):
+        (run,) = offsets(triples(expand(plan_of_sizes(*sizes), 0, source, target)))
+        assert run[2] == 16
+
+
+def test_a_range_may_begin_within_a_source_block_and_end_within_any() -> None:
+    """Tokens 4 to 14: from the second half of a source block on; the last cell is copied whole."""
+    runs = expand(plan_of_sizes(8, 4), 0, ids(5, 1), ids(9, 3, 4), start=4, stop=14)
+    assert offsets(triples(runs)) == [(8, 12, 8), (44, 36, 4)]
+
+
+def test_a_range_may_begin_within_a_target_block() -> None:
+    """Of a window only its own tokens are written."""
+    runs = expand(plan_of_sizes(4, 8), 0, ids(9), ids(5), start=4, stop=8)
+    assert offsets(triples(runs)) == [(36, 44, 4)]
+
+
+def test_sizes_without_a_whole_ratio_meet_in_what_divides_both() -> None:
+    runs = expand(plan_of_sizes(6, 4, blocks=6), 0, ids(3, 0), ids(2, 7, 5))
+    assert runs.bytes == LAYERS * 12 * PER_TOKEN
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "start", "stop", "field"),
+    [
+        (ids(1), ids(1), 2, 4, "tokens"),
+        (ids(1), ids(1), -4, 4, "tokens"),
+        (ids(1), ids(1), 8, 4, "tokens"),
+        (ids(1), ids(1), 0, 5, "blocks"),
+        (ids(1, 2, 3), ids(1), 0, 8, "blocks"),
+        (ids(1), ids(1), 0, 0, "blocks"),
+        (ids(1, 2, 3), ids(1), 0, None, "blocks"),
+    ],
+)
+def test_blocks_that_do_not_cover_the_tokens_are_refused(
+    source: BlockArray, target: BlockArray, start: int, stop: int | None, field: str
+) -> None:
+    """P01: whoever counts wrong is told, and copies nothing."""
+    with pytest.raises(GeometryError) as caught:
+        expand(plan_of_sizes(4, 8), 0, source, target, start, stop)
+    assert caught.value.field == field
+
+
+def test_a_plan_of_nothing_copies_nothing() -> None:
+    other = spec_of("LBHNC", TARGET)
+    planes = tuple(Plane(f"draft{n}", plane.address) for n, plane in enumerate(other.groups[0].planes))
+    nothing = CopyPlan(
+        (join(spec_of("LBHNC", SOURCE).groups[0], with_group(other, planes=planes).groups[0]),)
+    )
+    assert len(expand(nothing, 0, ids(1, 2), ids(3, 4))) == 0
 
 
 # --- what is refused -----------------------------------------------------------------------------

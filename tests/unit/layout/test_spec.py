@@ -22,6 +22,7 @@ from kvferry.layout.spec import (
     validate,
 )
 from tests.support.caches import cache_of, changed, with_group
+from tests.support.engines import Sizes, cache_of_rank
 
 ADDRESS = 1 << 40
 
@@ -33,6 +34,119 @@ def group_of(order: str = "LBHNC", **changes: Any) -> tuple[GroupSpec, Region]:
 
 def spec_of(order: str = "LBHNC", **changes: Any) -> CacheSpec:
     return cache_of(*group_of(order, **changes), facts={"attention_backend": "CPU"})
+
+
+# --- entries, tables, stages -----------------------------------------------------------------------
+
+
+def replaced(spec: CacheSpec, index: int, **changes: Any) -> CacheSpec:
+    """The description with other fields in one of its groups."""
+    groups = list(spec.groups)
+    groups[index] = msgspec.structs.replace(groups[index], **changes)
+    return changed(spec, groups=tuple(groups))
+
+
+def rich() -> CacheSpec:
+    """K and V of unlike size apart, scales, and windows; two block tables, two stages."""
+    sizes = Sizes(split=(2, 1), form="uneven", window=8, scales=True)
+    return cache_of_rank(sizes, Rank(0, 0), ADDRESS)
+
+
+def test_entries_of_one_block_table_are_one_cache_group() -> None:
+    spec = rich()
+    assert [[group.kind for group in groups] for groups in spec.tables] == [
+        ["full", "full", "scales"],
+        ["sliding_window", "sliding_window", "scales"],
+    ]
+    assert (spec.block_tokens, spec.block_counts) == ((2, 2), (6, 6))
+    assert spec.groups[0].stages == (("layer0",), ("layer2",))
+    assert [group.whole_bytes for group in spec.groups[:3]] == [4, 4, 1]
+    assert decode_spec(encode_spec(spec)) == spec
+
+
+def test_groups_that_state_no_table_have_their_own() -> None:
+    spec = spec_of()
+    assert spec.tables == ((spec.groups[0],),)
+    twice = changed(spec, groups=spec.groups * 2)
+    assert len(twice.tables) == 2
+
+
+def test_a_stage_without_layers_of_a_group_says_so() -> None:
+    sizes = Sizes(split=(1, 1), window=8)
+    first = cache_of_rank(sizes, Rank(0, 0), ADDRESS)
+    assert [len(group.planes) for group in first.groups] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("index", "changes", "problem"),
+    [
+        (1, {"table": 1}, r"groups\[2\]\.table: is 0; number tables in order"),
+        (0, {"table": -1}, r"groups\[0\]\.table: is -1"),
+        (3, {"table": 2}, r"groups\[3\]\.table: is 2"),
+        (1, {"block_tokens": 1}, "table 0: block_tokens: is 1 in one of its groups and 2 in another"),
+        (1, {"block_count": 5}, "table 0: block_count"),
+        (4, {"window_tokens": 9}, "table 1: window_tokens: is 9 in one of its groups and 8 in another"),
+        (0, {"element_bytes": 5}, "parts of 'layer0' differ in element_bytes"),
+        (1, {"content_bytes": 2}, "'layer0' has 3 bytes of content, element_bytes says 4"),
+        (0, {"stages": (("layer0",),)}, r"groups\[0\]\.stages: has 1 entries, pp_size is 2"),
+        (0, {"stages": (("layer0",), ("layer0",))}, r"'layer0' is there twice"),
+        (0, {"stages": (("layer2",), ("layer0",))}, r"stages\[0\]: is not what the planes"),
+        (0, {"stages": (("layer0",), ("",))}, r"stages \(a name\)"),
+        (0, {"element_bytes": -1}, "element_bytes"),
+        (0, {"window_tokens": -1}, "window_tokens"),
+        (0, {"tile_tokens": 0}, r"groups\[0\]\.tile_tokens: must be from 1 to 2"),
+        (0, {"tile_tokens": 3}, r"groups\[0\]\.tile_tokens: must be from 1 to 2"),
+        (0, {"rows": 0}, r"groups\[0\]\.rows"),
+        (0, {"rows": 2, "row_stride": 0}, r"groups\[0\]\.\w+_stride"),
+        (0, {"row_stride": -1}, r"groups\[0\]\.row_stride"),
+    ],
+)
+def test_entries_that_contradict_each_other_are_refused(
+    index: int, changes: dict[str, Any], problem: str
+) -> None:
+    """V04 V07: a description that exists is one that a plan can be made of."""
+    with pytest.raises(UsageError, match=problem):
+        replaced(rich(), index, **changes)
+
+
+def test_a_plane_within_a_layer_twice_is_refused() -> None:
+    spec = cache_of_rank(Sizes(form="apart"), Rank(0, 0), ADDRESS)
+    planes = tuple(msgspec.structs.replace(plane, content_first=0) for plane in spec.groups[0].planes)
+    with pytest.raises(UsageError, match=r"planes\[1\]\.name: 'layer0' is there twice"):
+        replaced(spec, 0, planes=planes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"tile_tokens": 3}, "must divide the 4 tokens of a block"),
+        ({"tile_tokens": 4, "token_stride": 16}, "neither holes nor rows"),
+        ({"tile_tokens": 4, "content_bytes": 4, "rows": 2, "row_stride": 4}, "neither holes nor rows"),
+    ],
+)
+def test_tiles_are_dense(changes: dict[str, Any], problem: str) -> None:
+    group, region = group_of("BLHNC")
+    with pytest.raises(UsageError, match=problem):
+        cache_of(msgspec.structs.replace(group, **changes), region)
+
+
+@pytest.mark.parametrize(("first", "missing"), [(1, 1), (3, 2)])
+def test_content_that_overlaps_or_has_a_gap_is_refused(first: int, missing: int) -> None:
+    spec = cache_of_rank(Sizes(form="apart"), Rank(0, 0), ADDRESS)
+    planes = tuple(
+        msgspec.structs.replace(plane, content_first=first) if plane.content_first else plane
+        for plane in spec.groups[0].planes
+    )
+    with pytest.raises(UsageError, match=f"content of 'layer0' from byte {missing} on is not there once"):
+        replaced(spec, 0, planes=planes)
+
+
+def test_names_of_stages_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S01: they are a stranger's, like all else."""
+    spec = rich()
+    monkeypatch.setattr(spec_module, "PLANES_MAX", 8)
+    with pytest.raises(UsageError, match="number of names in stages: must be from 0 to 8, not 9"):
+        validate(spec)
 
 
 # --- describing ----------------------------------------------------------------------------------

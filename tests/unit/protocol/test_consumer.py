@@ -116,7 +116,12 @@ def withdraw(transfer: TransferId = T, source: Source = SOURCE, reason: str = "l
 
 
 def registered(
-    peer: PeerName = P0, transfer: TransferId = T, *, attempt: int = 1, mark: float | None = MARK
+    peer: PeerName = P0,
+    transfer: TransferId = T,
+    *,
+    attempt: int = 1,
+    mark: float | None = MARK,
+    block_bytes: int = 0,
 ) -> Send:
     message = Register(
         transfer=transfer,
@@ -128,6 +133,7 @@ def registered(
         write_seconds=10.0,
         mark=mark,
         sharers=1,
+        block_bytes=(block_bytes or {link.peer: link.block_bytes[0] for link in TWO}[peer],),
     )
     return Send(peer, message)
 
@@ -174,7 +180,7 @@ def test_every_producer_rank_must_have_written_each_once() -> None:
     """P42, P51: ranks are a set; a doubled message is no second rank."""
     links = tuple(Link(PeerName(f"p{number}"), 1, (100,)) for number in range(4))
     rank = Rank(links)
-    assert rank.command(receive()) == [registered(link.peer) for link in links]
+    assert rank.command(receive()) == [registered(link.peer, block_bytes=100) for link in links]
     for link in links[:3]:
         rank.hear(written(), link.peer)
         rank.hear(written(), link.peer)
@@ -193,6 +199,49 @@ def test_bytes_received_are_those_of_every_rank() -> None:
     rank.hear(written())
     rank.hear(written(), P1)
     assert rank.results() == [Received(T, C, 220)]
+
+
+def test_a_rank_that_has_nothing_for_us_is_told_so_and_not_waited_for_longer_than_its_answer() -> None:
+    """MLA: a replica that another rank serves us from would hold its blocks for nobody."""
+    rank = Rank((ONE[0], Link(P1, 2, (0,), writes=False)))
+    told, spared = rank.command(receive())
+    assert told == registered()
+    assert spared == Send(
+        P1,
+        Register(
+            transfer=T,
+            consumer=C,
+            start=0,
+            stop=0,
+            groups=((),),
+            write_seconds=10.0,
+            mark=MARK,
+            sharers=2,
+            block_bytes=(0,),
+        ),
+    )
+    rank.hear(Written(transfer=T, consumer=C, start=0, stop=0), P1)
+    assert rank.results() == []
+    rank.hear(written())
+    assert rank.results() == [Received(T, C, 200)]
+
+
+def test_what_has_landed_is_good_whatever_a_rank_without_a_part_says() -> None:
+    rank = Rank((ONE[0], Link(P1, 1, (0,), writes=False)))
+    rank.command(receive())
+    rank.hear(Landed(transfer=T, consumer=C, start=0, stop=4))
+    rank.hear(Failed(transfer=T, consumer=C, reason="abandoned", valid_until=0), P1)
+    rank.hear(Failed(transfer=T, consumer=C, reason="abandoned", valid_until=4))
+    assert rank.results() == [ReceiveFailed(T, C, "abandoned", 4, fenced=True)]
+
+
+def test_a_rank_that_writes_what_it_was_not_asked_for_fails_the_request() -> None:
+    rank = Rank((Link(P0, 1, (0,), writes=False),))
+    rank.command(receive())
+    rank.hear(written())
+    (failed,) = rank.results()
+    assert isinstance(failed, ReceiveFailed)
+    assert failed.reason == "malformed: wrote [0, 8), registered [0, 0)"
 
 
 def test_arrived_in_time_is_arrived_though_the_clock_is_past_the_deadline() -> None:
@@ -216,6 +265,35 @@ def test_a_slow_producer_that_answers_is_not_a_dead_one() -> None:
         rank.at(2.0 * tick + 0.5)
     assert rank.results() == []
     assert rank.core.states() == {"waiting": 1}
+
+
+def test_a_rank_that_has_written_may_be_silent_while_another_one_computes() -> None:
+    """P42: one rank has little to write, or nothing, and owes no sign of life for it."""
+    rank = Rank(TWO)
+    rank.command(receive())
+    rank.hear(written())
+    assert rank.core.state.peers.keys() == {P1}
+    for tick in range(1, 16):
+        rank.at(2.0 * tick)
+        rank.hear(status("computing", mark=MARK + tick), P1)
+    assert rank.results() == []
+    rank.hear(written(), P1)
+    assert rank.results() == [Received(T, C, 220)]
+    assert rank.core.next_due() is None
+
+
+def test_a_rank_is_given_its_time_anew_when_it_is_asked_again() -> None:
+    """Its last words may be long ago, and were its last duty."""
+    rank = Rank(TWO)
+    rank.command(receive())
+    rank.hear(written())
+    rank.now = 9.0
+    rank.hear(status("computing"), P1)
+    rank.now = 18.0
+    rank.hear(status("computing"), P1)
+    rank.command(receive(U))
+    rank.at(27.0)
+    assert rank.results() == []
 
 
 def test_one_renewal_per_peer_and_interval_whatever_waits() -> None:
@@ -1091,7 +1169,7 @@ def test_an_announced_request_looks_for_its_producer_again(end: str, then: str) 
     rank.links = (Link(P1, 1, (100,)),)
     if then == "receive":
         mark = None if end == "silent" else MARK
-        assert rank.command(receive()) == [registered(P1, mark=mark)]
+        assert rank.command(receive()) == [registered(P1, mark=mark, block_bytes=100)]
     else:
         assert rank.command(withdraw()) == [cancelling(P1)]
         assert not rank.core.expecting

@@ -274,6 +274,52 @@ def test_every_cache_group_has_blocks_of_its_own() -> None:
     assert [list(blocks) for blocks in piece.target_blocks] == [[5, 6], [9]]
 
 
+def test_of_a_window_only_its_own_blocks_are_written() -> None:
+    """V14: 22 tokens in blocks of 4, a window of the last 6; blocks before it may not even exist."""
+    rank = Rank(PeerFacts((4, 4), 8, windows=(0, 6)), block_tokens=(4, 4))
+    rank.command(Expect(T, 22), Advance(T, 22, 0, (((0, 6),), ((-1, 1), (-1, 1), (-1, 1), (-1, 1), (40, 2)))))
+    rank.hear(register(22, groups=(((5, 6),), ((9, 1), (11, 1)))))
+    first, second, third = rank.posts()
+    assert [list(blocks) for blocks in first.source_blocks] == [[0, 1], []]
+    assert [list(blocks) for blocks in second.target_blocks] == [[7, 8], []]
+    assert [list(blocks) for blocks in third.source_blocks] == [[4], [40]]
+    rank.done(first.slice, second.slice, third.slice)
+    (last,) = rank.posts()
+    assert (last.start, last.stop) == (20, 22)
+    assert [list(blocks) for blocks in last.source_blocks] == [[5], [41]]
+    assert [list(blocks) for blocks in last.target_blocks] == [[10], [11]]
+    assert [last.group_start(group) for group in (0, 1)] == [20, 20]
+
+
+def test_a_consumer_may_have_more_of_a_window_than_is_needed() -> None:
+    """Its blocks count from the range's end, whatever of them is written."""
+    rank = Rank(PeerFacts((4, 4), 8, windows=(0, 6)), block_tokens=(4, 4))
+    rank.command(Expect(T, 22), Advance(T, 22, 0, (((0, 6),), ((-1, 1), (-1, 1), (-1, 1), (-1, 1), (40, 2)))))
+    rank.hear(register(22, groups=(((5, 6),), ((9, 3),))))
+    *_, third = rank.posts()
+    assert (third.start, third.stop) == (16, 20)
+    assert [list(blocks) for blocks in third.target_blocks] == [[9], [10]]
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 7])
+def test_too_few_or_too_many_blocks_of_a_window_are_refused(blocks: int) -> None:
+    rank = Rank(PeerFacts((4, 4), 8, windows=(0, 6)), block_tokens=(4, 4))
+    (answer,) = rank.hear(register(22, groups=(((5, 6),), ((9, blocks),) if blocks else ())))
+    assert isinstance(answer, Send)
+    assert isinstance(answer.message, Failed)
+    assert answer.message.reason.startswith("malformed: groups[1] does not have the ")
+
+
+def test_a_window_may_begin_within_a_slice() -> None:
+    rank = Rank(PeerFacts((4, 4), 16, windows=(0, 4)), block_tokens=(4, 4))
+    rank.command(Expect(T, 12), Advance(T, 12, 0, (((0, 3),), ((40, 3),))))
+    rank.hear(register(12, groups=(((5, 3),), ((9, 1),))))
+    (piece,) = rank.posts()
+    assert [list(blocks) for blocks in piece.source_blocks] == [[0, 1, 2], [42]]
+    assert [list(blocks) for blocks in piece.target_blocks] == [[5, 6, 7], [9]]
+    assert [piece.group_start(group) for group in (0, 1)] == [0, 8]
+
+
 def test_transfers_take_turns_and_what_is_in_flight_is_bounded() -> None:
     """A request of two blocks never waits for the whole of a long one."""
     rank = Rank(in_flight_per_peer=2)
@@ -1697,11 +1743,12 @@ def test_a_request_id_that_is_active_keeps_its_transfer() -> None:
         (register(8, groups=(((0, 3),),)), "does not have the 2 blocks of its tokens"),
         (register(8, groups=((),)), "does not have the 2 blocks of its tokens"),
         (register(1 << 40, groups=(((0, 1 << 38),),)), "274877906944 blocks, the limit is 100"),
+        (register(8, block_bytes=(64,)), r"\(64,\) bytes expected per block, we would write \(32,\)"),
     ],
 )
 def test_registrations_that_cannot_be(message: Register, problem: str) -> None:
     """S01: sizes from a peer are checked before anything is built from them."""
-    rank = Rank(blocks_max=100)
+    rank = Rank(PeerFacts((4,), 8, block_bytes=(32,)), blocks_max=100)
     (answer,) = rank.hear(message)
     assert isinstance(answer, Send)
     assert isinstance(answer.message, Failed)

@@ -100,7 +100,7 @@ class Engine:
         self._directory_from = ground.now + (facts.start_seconds if life else 0.0)
         self._gone = False
         self._requests: dict[str, Request] = {}
-        self.ranks = [self._rank(tp) for tp in range(facts.cache.tp_size)]
+        self.ranks = [self._rank(rank) for rank in facts.cache.ranks]
         self.core = Core(ground, random, self.ranks, facts.pace.depth, self._tell_decoding)
         for index, process in enumerate(self.ranks):
             process.has_reported = self.core.poke
@@ -116,9 +116,9 @@ class Engine:
         names = tuple(process.name for process in self.ranks)
         ground.emit(EngineStarted(ground.now, facts.engine, names, self.pool.count))
 
-    def _rank(self, tp: int) -> RankProcess:
-        identity = Identity(self.facts.engine, self.incarnation, Rank(0, tp))
-        slot = self.ground.next_slot(self.facts.cache, tp)
+    def _rank(self, rank: Rank) -> RankProcess:
+        identity = Identity(self.facts.engine, self.incarnation, rank)
+        slot = self.ground.next_slot(self.facts.cache, rank)
         clock = ProcessClock(self.ground.clock, *self.ground.clock_error())
         return RankProcess(
             self.ground,
@@ -136,7 +136,7 @@ class Engine:
         known = HostFacts(
             engine=facts.engine,
             tp=cache.tp_size,
-            pp=1,
+            pp=cache.pp_size,
             produces=facts.produces,
             consumes=facts.consumes,
             block_tokens=cache.block_tokens,
@@ -206,14 +206,20 @@ class Engine:
         if self.ground.now < self._directory_from:
             return None
         entries = tuple(
-            RankEntry(pp=0, tp=tp, peer=process.name, metadata=process.metadata, cache=process.slot.encoded)
-            for tp, process in enumerate(self.ranks)
+            RankEntry(
+                pp=rank.pp,
+                tp=rank.tp,
+                peer=process.name,
+                metadata=process.metadata,
+                cache=process.slot.encoded,
+            )
+            for rank, process in zip(self.facts.cache.ranks, self.ranks, strict=True)
         )
         return Directory(
             engine=self.facts.engine,
             incarnation=self.incarnation,
-            tp_size=len(self.ranks),
-            pp_size=1,
+            tp_size=self.facts.cache.tp_size,
+            pp_size=self.facts.cache.pp_size,
             ranks=entries,
         )
 

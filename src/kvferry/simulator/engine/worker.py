@@ -193,10 +193,11 @@ class Worker:
         self._next()
 
     def _compute(self, step: Step) -> None:
-        values = self.process.slot.values
+        slot = self.process.slot
+        values = slot.values
         for work in step.work:
             tokens = np.arange(work.start, work.stop)
-            contents = self.process.ground.contents.of(work.request.prompt.number, self.index)
+            contents = self.process.ground.contents.part(work.request.prompt.number, slot.layers, slot.heads)
             values[work.blocks[tokens // self.block_tokens], tokens % self.block_tokens] = contents[
                 work.start : work.stop
             ]

@@ -11,6 +11,7 @@ from kvferry.simulator.engine.rank import RankProcess
 from kvferry.simulator.faults import plots, reading
 from kvferry.simulator.faults.breakages import Breakages
 from kvferry.simulator.faults.levers import Levers
+from kvferry.simulator.faults.partners import partner
 from kvferry.simulator.world.world import World
 from kvferry.transport.memory import MessageFault, PostFault
 
@@ -90,7 +91,7 @@ def _ranks(world: World, random: Random) -> tuple[RankProcess, RankProcess] | No
     if pair is None:
         return None
     tp = random.randrange(len(pair[0].ranks))
-    return pair[0].ranks[tp], pair[1].ranks[tp]
+    return pair[0].ranks[tp], partner(pair[0], tp, pair[1])
 
 
 def _abort(levers: Levers, random: Random) -> None:

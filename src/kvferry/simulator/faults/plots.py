@@ -11,6 +11,7 @@ from random import Random
 
 from kvferry.simulator.faults.breakages import Breakages
 from kvferry.simulator.faults.levers import Levers
+from kvferry.simulator.faults.partners import partner
 from kvferry.simulator.faults.plot import LOOK_SECONDS, LOOKS_MAX, Plot
 from kvferry.simulator.world.router import Dispatch
 
@@ -41,7 +42,8 @@ def _begin(levers: Levers, random: Random, dispatch: Dispatch, looks_left: int =
         world.later(LOOK_SECONDS, lambda: _begin(levers, random, dispatch, looks_left - 1))
         return
     tp = random.randrange(len(producer.ranks))
-    plot = Plot(levers, random, dispatch, decode.index, producer, producer.ranks[tp], decode.engine.ranks[tp])
+    target = partner(producer, tp, decode.engine)
+    plot = Plot(levers, random, dispatch, decode.index, producer, producer.ranks[tp], target)
     plots = _PLOTS | (_OF_LONG_PREFILLS if plot.is_long else {})
     names = sorted(plots) + PREEMPTIONS * [name for name in ("preempt",) if name in plots]
     if _has_edge(plot):

@@ -11,6 +11,7 @@ from random import Random
 
 from kvferry.simulator.faults.breakages import Breakages
 from kvferry.simulator.faults.levers import Levers
+from kvferry.simulator.faults.partners import partner
 from kvferry.simulator.faults.plot import LOOK_SECONDS, LOOKS_MAX, Plot
 from kvferry.simulator.world.router import Dispatch
 from kvferry.transport.memory import Traffic
@@ -45,7 +46,8 @@ def _begin(levers: Levers, random: Random, dispatch: Dispatch, looks_left: int =
         world.later(LOOK_SECONDS, lambda: _begin(levers, random, dispatch, looks_left - 1))
         return
     tp = random.randrange(len(producer.ranks))
-    plot = Plot(levers, random, dispatch, decode.index, producer, producer.ranks[tp], decode.engine.ranks[tp])
+    target = partner(producer, tp, decode.engine)
+    plot = Plot(levers, random, dispatch, decode.index, producer, producer.ranks[tp], target)
     names = [*sorted(_PLOTS), "offer of before"]
     if _outlives(plot):
         names += COINCIDENCES * ["asleep", "offer late", "unheard"]

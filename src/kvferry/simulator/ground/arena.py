@@ -10,14 +10,17 @@ import ctypes
 import mmap
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import UsageError
 from kvferry.ids import Rank
 from kvferry.layout.describe import describe
-from kvferry.layout.spec import CacheSpec, encode_spec
+from kvferry.layout.ranks import heads_of
+from kvferry.layout.spec import CacheSpec, GroupSpec, Plane, encode_spec
 
 _BASE = 0x1000_0000_0000
 _FIXED_NOREPLACE = 0x10_0000
@@ -25,17 +28,36 @@ SLOT_BYTES = 1 << 16
 SLOTS_MAX = 1 << 11
 CONTENT_BYTES = 4
 """Of one token in one layer and head."""
+LAYER_NAME = "model.layers.{}.self_attn.attn"
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Sizes of a rank's cache. Every rank holds one KV head."""
+    """Sizes of an engine's caches. Stages hold equally many of the model's `layers`."""
 
     order: str
     layers: int
     block_count: int
     block_tokens: int
     tp_size: int
+    pp_size: int = 1
+    heads: int = 0
+    """KV heads of the model; 0: one for each rank of a stage."""
+
+    @property
+    def heads_total(self) -> int:
+        """KV heads of the model."""
+        return self.heads or self.tp_size
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        """All ranks of the engine, stage by stage."""
+        return tuple(Rank(pp, tp) for pp in range(self.pp_size) for tp in range(self.tp_size))
+
+    def layers_of(self, stage: int) -> range:
+        """The layers of a pipeline stage."""
+        each = self.layers // self.pp_size
+        return range(stage * each, (stage + 1) * each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +66,9 @@ class Slot:
 
     number: int
     cache: CacheSpec
+    layers: range
+    heads: range
+    """The model's layers and KV heads that it holds."""
     encoded: bytes
     """The description as it travels."""
     values: npt.NDArray[np.uint32]
@@ -77,20 +102,22 @@ def slot_at(address: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=4096)
-def slot(number: int, shape: CacheShape, tp: int) -> Slot:
+def slot(number: int, shape: CacheShape, rank: Rank) -> Slot:
     """The memory of the history's `number`th rank. Its content is whatever it was."""
     if number >= SLOTS_MAX:
         raise UsageError(f"a history has at most {SLOTS_MAX} lives of ranks; make it shorter or smaller")
+    layers, heads = shape.layers_of(rank.pp), heads_of(rank.tp, shape.tp_size, shape.heads_total)
     group, region = describe(
         shape.order,
-        layers=shape.layers,
+        layers=len(layers),
         blocks=shape.block_count,
-        heads=1,
+        heads=len(heads),
         block_tokens=shape.block_tokens,
         content_bytes=CONTENT_BYTES,
         address=address_of(number),
-        head_first=tp,
-        heads_total=shape.tp_size,
+        head_first=heads.start,
+        heads_total=shape.heads_total,
+        layer_name=LAYER_NAME,
     )
     if region.bytes > SLOT_BYTES:
         raise UsageError(f"a rank's cache has {region.bytes} bytes, at most {SLOT_BYTES} are possible")
@@ -98,26 +125,45 @@ def slot(number: int, shape: CacheShape, tp: int) -> Slot:
         model="simulated",
         dtype="float32",
         kv_dtype="float32",
-        rank=Rank(0, tp),
+        rank=rank,
         tp_size=shape.tp_size,
-        pp_size=1,
-        groups=(group,),
+        pp_size=shape.pp_size,
+        groups=(_on_stage(group, shape, rank.pp),),
         regions=(region,),
     )
     first = number * SLOT_BYTES
     words = _reservation()[first : first + region.bytes].view(np.uint32)
-    return Slot(number, cache, encode_spec(cache), _by_token(words, shape), _blocks(shape))
+    axes = shape.order, _counts(shape, layers, heads)
+    return Slot(number, cache, layers, heads, encode_spec(cache), _by_token(words, *axes), _blocks(*axes))
 
 
-def _by_token(words: npt.NDArray[np.uint32], shape: CacheShape) -> npt.NDArray[np.uint32]:
-    counts = {"L": shape.layers, "B": shape.block_count, "H": 1, "N": shape.block_tokens}
-    axes = shape.order[:4]
-    cube = words.reshape([counts[axis] for axis in axes])
+def _on_stage(group: GroupSpec, shape: CacheShape, stage: int) -> GroupSpec:
+    """The group with its layers' own names, and those of all stages."""
+    if shape.pp_size == 1:
+        return group
+    stages = [[LAYER_NAME.format(layer) for layer in shape.layers_of(pp)] for pp in range(shape.pp_size)]
+    planes = [Plane(name, plane.address) for name, plane in zip(stages[stage], group.planes, strict=True)]
+    names = tuple(tuple(names) for names in stages)
+    return msgspec.structs.replace(group, planes=tuple(planes), stages=names)
+
+
+Counts = tuple[tuple[str, int], ...]
+"""Elements of each axis."""
+
+
+def _counts(shape: CacheShape, layers: range, heads: range) -> Counts:
+    return (("L", len(layers)), ("B", shape.block_count), ("H", len(heads)), ("N", shape.block_tokens))
+
+
+def _by_token(words: npt.NDArray[np.uint32], order: str, counts: Counts) -> npt.NDArray[np.uint32]:
+    axes = order[:4]
+    cube = words.reshape([dict(counts)[axis] for axis in axes])
     return cube.transpose([axes.index(axis) for axis in "BNLH"])
 
 
-@lru_cache(maxsize=64)
-def _blocks(shape: CacheShape) -> tuple[int, ...]:
-    words = np.empty(shape.layers * shape.block_count * shape.block_tokens, dtype=np.uint32)
-    _by_token(words, shape)[:] = np.arange(shape.block_count, dtype=np.uint32)[:, None, None, None]
+@lru_cache(maxsize=256)
+def _blocks(order: str, counts: Counts) -> tuple[int, ...]:
+    words = np.empty(prod(count for _, count in counts), dtype=np.uint32)
+    blocks = np.arange(dict(counts)["B"], dtype=np.uint32)
+    _by_token(words, order, counts)[:] = blocks[:, None, None, None]
     return tuple(words.tolist())

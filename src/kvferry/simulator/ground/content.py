@@ -41,6 +41,7 @@ class Contents:
     tokens_max: int
     prompts: list[Prompt] = field(default_factory=list)
     _values: dict[tuple[int, int], Values] = field(default_factory=dict)
+    _parts: dict[tuple[int, range, range], Values] = field(default_factory=dict)
 
     def add(self, tokens: int, family: int = 0, shared_tokens: int = 0) -> Prompt:
         """A new prompt."""
@@ -53,6 +54,17 @@ class Contents:
         values = self._values.get((number, head))
         if values is None:
             values = self._values[(number, head)] = self._compute(self.prompts[number], head)
+        return values
+
+    def part(self, number: int, layers: range, heads: range) -> Values:
+        """The KV of a prompt in a rank that holds these layers and heads of the model."""
+        if len(heads) == 1 and len(layers) == self.layers:
+            return self.of(number, heads.start)
+        key = (number, layers, heads)
+        values = self._parts.get(key)
+        if values is None:
+            whole = np.concatenate([self.of(number, head) for head in heads], axis=2)
+            values = self._parts[key] = whole[:, layers.start : layers.stop]
         return values
 
     def _compute(self, prompt: Prompt, head: int) -> Values:

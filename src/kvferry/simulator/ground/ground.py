@@ -6,6 +6,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any, Protocol, runtime_checkable
 
+from kvferry.ids import Rank
 from kvferry.simulator.ground import arena
 from kvferry.simulator.ground.clock import TrueClock
 from kvferry.simulator.ground.content import Contents
@@ -90,10 +91,10 @@ class Ground:
 
     # --- memory --------------------------------------------------------------------------------------
 
-    def next_slot(self, cache: arena.CacheShape, tp: int) -> arena.Slot:
+    def next_slot(self, cache: arena.CacheShape, rank: Rank) -> arena.Slot:
         """Memory for one more rank."""
         self._slots += 1
-        return arena.slot(self._slots - 1, cache, tp)
+        return arena.slot(self._slots - 1, cache, rank)
 
 
 def _takers(observers: list[Observer], kind: type[Observed]) -> list[Callable[[Any], None]]:

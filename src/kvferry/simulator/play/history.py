@@ -18,7 +18,6 @@ from kvferry.simulator.ground.options import Options
 from kvferry.simulator.ground.outcome import Violation
 from kvferry.simulator.play.probes import Probes
 from kvferry.simulator.world.inspection import Inspection
-from kvferry.simulator.world.shape import BLOCK_TOKENS
 from kvferry.simulator.world.workload import Item, workload
 from kvferry.simulator.world.world import World
 from kvferry.transport.memory import Link
@@ -143,8 +142,8 @@ class History:
             if engine is not None
             for request in engine.scheduler.requests.values()
         )
-        smallest = min(facts.cache.block_count for facts in self.world.shape.engines)
-        return 1 + tokens // (smallest * BLOCK_TOKENS)
+        caches = [facts.cache for facts in self.world.shape.engines]
+        return 1 + tokens // min(cache.block_count * cache.block_tokens for cache in caches)
 
     def _round_seconds(self) -> float:
         """Within so long something ends, where anything is left."""

@@ -12,7 +12,6 @@ from kvferry.ids import ConsumerId, EngineId, PeerName, TransferId
 from kvferry.protocol.limits import Limits
 from kvferry.simulator.engine.rank import RankProcess
 from kvferry.simulator.engine.requests import Request
-from kvferry.simulator.world.shape import BLOCK_TOKENS
 from kvferry.simulator.world.world import World
 
 
@@ -33,12 +32,12 @@ class Inspection:
         """
         if stop <= start:
             return None
-        process = self.world.network.process(rank)
-        group = process.slot.cache.groups[0]
+        slot = self.world.network.process(rank).slot
+        group = slot.cache.groups[0]
         places = np.arange(stop - start)
         table = np.array(blocks, dtype=np.intp)
-        found = process.slot.values[table[places // group.block_tokens], places % group.block_tokens]
-        expected = self.world.contents.of(prompt, group.head_first)[start:stop]
+        found = slot.values[table[places // group.block_tokens], places % group.block_tokens]
+        expected = self.world.contents.part(prompt, slot.layers, slot.heads)[start:stop]
         if np.array_equal(found, expected):
             return None
         token, layer, _ = np.argwhere(found != expected)[0].tolist()
@@ -83,10 +82,9 @@ class Inspection:
         """Nothing lands later than so long after it was posted."""
         return self.world.shape.fabric.retry_bound_seconds
 
-    @property
-    def block_tokens(self) -> int:
-        """Tokens per block of every cache."""
-        return BLOCK_TOKENS
+    def block_tokens_of(self, rank: PeerName) -> int:
+        """Tokens per block of a rank's cache, in any life."""
+        return self.world.network.process(rank).slot.cache.groups[0].block_tokens
 
     def limits_of(self, rank: PeerName) -> Limits:
         """The limits that a rank was started with, of any life."""

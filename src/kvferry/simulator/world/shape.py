@@ -19,6 +19,10 @@ HOST = "127.0.0.1"
 PORT = 5600
 LAYERS = 2
 BLOCK_TOKENS = 4
+STAGES = (1, 1, 2)
+HEADS = (1, 2, 4)
+BLOCK_SIZES = (2, 4, 4, 8)
+LARGEST = max(BLOCK_SIZES)
 ORDERS = ("LBHNC", "BLHNC", "BHLNC", "LBNHC")
 DECODE_TOKENS_MAX = 12
 UNHARMED_SHARE = 1 / 6
@@ -56,6 +60,8 @@ class Ranges:
     seconds: tuple[float, float]
     both_roles: float = 0.15
     """How likely it is that engines have both roles."""
+    any_shape: bool = False
+    """Whether each engine has sizes of its own, of one model."""
 
 
 RANGES = {
@@ -63,6 +69,7 @@ RANGES = {
     "both": Ranges((2, 3), (0, 0), (1, 2), (24, 48), (6, 14), (1, 40), (2.0, 12.0), 1.0),
     "wide": Ranges((1, 8), (1, 8), (1, 2), (32, 64), (12, 40), (1, 60), (5.0, 20.0)),
     "tall": Ranges((1, 2), (1, 2), (4,), (24, 48), (4, 10), (1, 40), (2.0, 12.0)),
+    "mixed": Ranges((1, 2), (1, 2), (1, 2, 4), (24, 48), (4, 10), (1, 40), (2.0, 12.0), any_shape=True),
     "long": Ranges((1, 3), (1, 3), (1, 2), (32, 64), (30, 60), (1, 60), (30.0, 90.0)),
     "calm": Ranges((1, 2), (1, 2), (1, 1, 2), (24, 48), (4, 10), (1, 40), (2.0, 8.0)),
 }
@@ -118,9 +125,14 @@ def draw(options: Options, random: Random, own: Random) -> Shape:
     if own.random() < HURRIED_SHARE:
         engines = tuple(_with(facts, idle_seconds=IDLE_SECONDS) for facts in engines)
     links_max, hellos_max = own.choice((1, 1, 2)), own.choice((1, 1024))
+    if ranges.any_shape:
+        # One rank may be linked to every rank of an engine, and has no room for another one then.
+        links_max *= _ranks_max(ranges)
     if own.random() < CROWDED_SHARE and "table" in faults:
         engines = tuple(_with(facts, links_max=links_max, hellos_max=hellos_max) for facts in engines)
-    smallest = min(facts.cache.block_count for facts in engines) * BLOCK_TOKENS
+    if ranges.any_shape:
+        engines = _of_any_shape(engines, ranges, random)
+    smallest = min(facts.cache.block_count * facts.cache.block_tokens for facts in engines)
     seconds = random.uniform(*ranges.seconds)
     longer = random.random() < 0.1
     fabric = FabricLimits(
@@ -133,7 +145,7 @@ def draw(options: Options, random: Random, own: Random) -> Shape:
         link=link,
         transfers=random.randint(*ranges.transfers),
         tokens=(ranges.tokens[0], min(ranges.tokens[1], smallest - 40)),
-        tokens_max=-(-(ranges.tokens[1] + 8 + DECODE_TOKENS_MAX) // BLOCK_TOKENS) * BLOCK_TOKENS,
+        tokens_max=-(-(ranges.tokens[1] + 8 + DECODE_TOKENS_MAX) // LARGEST) * LARGEST,
         safety_seconds=60.0 if longer and options.world != "calm" else seconds,
         faults=faults,
         clocks_differ="clock" in options.faults,
@@ -167,6 +179,32 @@ def _engine(
         quarantine_share=0.25,
         agent_lag_seconds=random.choice((0.0, 0.0, 0.002, 0.02)),
         start_seconds=random.choice((0.0, 0.5, 3.0)),
+    )
+
+
+def _ranks_max(ranges: Ranges) -> int:
+    """Ranks of the largest engine."""
+    return max(ranges.tp) * (max(STAGES) if ranges.any_shape else 1)
+
+
+def _of_any_shape(
+    engines: tuple[EngineFacts, ...], ranges: Ranges, random: Random
+) -> tuple[EngineFacts, ...]:
+    """The engines with parallel sizes and block sizes of their own."""
+    heads = random.choice(HEADS)
+    return tuple(
+        replace(
+            # Every rank of a consumer may have a delivery at one of ours.
+            _with(facts, consumers_max=facts.limits.consumers_max * _ranks_max(ranges)),
+            cache=replace(
+                facts.cache,
+                tp_size=random.choice(ranges.tp),
+                pp_size=random.choice(STAGES),
+                heads=heads,
+                block_tokens=random.choice(BLOCK_SIZES),
+            ),
+        )
+        for facts in engines
     )
 
 

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 
+from kvferry.ids import Rank
 from kvferry.layout.descriptors import expand
 from kvferry.layout.plan import plan
 from kvferry.simulator.ground import arena
@@ -46,7 +47,7 @@ def test_memory_is_seen_alike_in_every_stride_order():
     """What a plan of the layout copies from block to block is what the view by block and token shows."""
     shapes = [arena.CacheShape(order, 2, 6, 4, 2) for order in ("LBHNC", "BHLNC", "LBNHC")]
     for source_shape, target_shape in itertools.product(shapes, shapes):
-        source, target = arena.slot(0, source_shape, 1), arena.slot(1, target_shape, 1)
+        source, target = arena.slot(0, source_shape, Rank(0, 1)), arena.slot(1, target_shape, Rank(0, 1))
         target.values[:] = 0
         source.values[:] = np.arange(source.values.size, dtype=np.uint32).reshape(source.values.shape)
         runs = expand(plan(source.cache, target.cache), 0, np.array([4, 1]), np.array([2, 5]))
@@ -72,9 +73,28 @@ def _copy(source: int, target: int, size: int) -> None:
 def test_addresses_are_the_same_in_every_process():
     """They travel in handshakes, and every byte that travels is part of a history's hash."""
     program = (
+        "from kvferry.ids import Rank\n"
         "from kvferry.simulator.ground import arena\n"
-        "slot = arena.slot(3, arena.CacheShape('LBHNC', 2, 8, 4, 1), 0)\n"
+        "slot = arena.slot(3, arena.CacheShape('LBHNC', 2, 8, 4, 1), Rank(0, 0))\n"
         "print(slot.cache.regions[0].address, slot.values.__array_interface__['data'][0])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(arena.address_of(3))] * 2
+
+
+def test_a_stage_holds_its_layers_and_a_rank_its_heads():
+    """Engines of one model, however they split it, hold parts of one content."""
+    contents = Contents(layers=2, tokens_max=16)
+    prompt = contents.add(8)
+    shape = arena.CacheShape("BLHNC", 2, 6, 4, tp_size=2, pp_size=2, heads=4)
+    assert [(rank.pp, rank.tp) for rank in shape.ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    slot = arena.slot(5, shape, Rank(1, 1))
+    assert (slot.layers, slot.heads) == (range(1, 2), range(2, 4))
+    assert slot.values.shape == (6, 4, 1, 2)
+    assert slot.cache.groups[0].stages == (
+        ("model.layers.0.self_attn.attn",),
+        ("model.layers.1.self_attn.attn",),
+    )
+    part = contents.part(prompt.number, slot.layers, slot.heads)
+    assert (part[:, 0, 1] == contents.of(prompt.number, 3)[:, 1, 0]).all()
+    assert contents.part(prompt.number, slot.layers, slot.heads) is part

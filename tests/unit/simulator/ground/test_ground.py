@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvferry.ids import EngineId
+from kvferry.ids import EngineId, Rank
 from kvferry.simulator.ground.arena import CacheShape
 from kvferry.simulator.ground.content import Contents
 from kvferry.simulator.ground.events import BlocksReturned, Healed, Observed
@@ -73,7 +73,7 @@ def test_clocks_differ_only_where_they_may() -> None:
 
 def test_every_rank_gets_memory_of_its_own() -> None:
     here, shape = ground(), CacheShape("LBHNC", 2, 8, 4, 1)
-    slots = [here.next_slot(shape, 0) for _ in range(3)]
+    slots = [here.next_slot(shape, Rank(0, 0)) for _ in range(3)]
     assert [slot.number for slot in slots] == [0, 1, 2]
     slots[0].values[:] = 1
     slots[1].values[:] = 2

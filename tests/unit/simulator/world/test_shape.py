@@ -62,3 +62,28 @@ def test_the_calm_world_has_no_faults_but_those_that_harm_nobody() -> None:
     assert {one.clocks_differ for one in drawn("calm")} == {True}
     assert {one.fabric.notification_bytes_max == shape.PART_BYTES for one in drawn("calm")} == {True, False}
     assert {"clock", "parts"} == HARMLESS
+
+
+def test_engines_of_the_mixed_world_split_one_model_in_ways_of_their_own() -> None:
+    worlds = drawn("mixed")
+    caches = [facts.cache for one in worlds for facts in one.engines]
+    assert {cache.tp_size for cache in caches} == {1, 2, 4}
+    assert {cache.pp_size for cache in caches} == {1, 2}
+    assert {cache.block_tokens for cache in caches} == {2, 4, 8}
+    assert all(len({facts.cache.heads for facts in one.engines}) == 1 for one in worlds)
+    unlike = sum(len({(f.cache.tp_size, f.cache.pp_size) for f in one.engines}) > 1 for one in worlds)
+    assert unlike > len(worlds) / 2
+
+
+def test_an_engine_of_the_mixed_world_has_room_for_all_ranks_of_another() -> None:
+    """Otherwise a limit, and no fault, would keep two engines apart."""
+    for one in drawn("mixed"):
+        ranks = max(len(facts.cache.ranks) for facts in one.engines)
+        assert all(facts.limits.links_max >= ranks for facts in one.engines)
+        assert all(facts.limits.consumers_max >= ranks for facts in one.engines)
+
+
+@pytest.mark.parametrize("world", ["small", "tall", "wide"])
+def test_engines_of_other_worlds_are_alike(world: str) -> None:
+    for one in drawn(world):
+        assert len({(f.cache.tp_size, f.cache.pp_size, f.cache.block_tokens) for f in one.engines}) == 1

@@ -35,9 +35,8 @@ class Oracle(Protocol):
         """Nothing lands later than so long after it was posted."""
         ...
 
-    @property
-    def block_tokens(self) -> int:
-        """Tokens per block of every cache."""
+    def block_tokens_of(self, rank: PeerName) -> int:
+        """Tokens per block of a rank's cache, in any life."""
         ...
 
     def limits_of(self, rank: PeerName) -> Limits:

@@ -18,7 +18,8 @@ class NoOverlappingWrites(Checker):
 
     A rank must know of its own writes, so a second one to the same block is a break at once, however long the
     first one takes. It cannot know of another engine's: there it is a break when the older write lands after
-    the younger one was posted. Ranks of one engine write different parts of a block.
+    the younger one was posted. What comes from several ranks of one engine are different parts of a block,
+    whoever posts it.
     """
 
     promise: ClassVar[int] = 4
@@ -26,6 +27,8 @@ class NoOverlappingWrites(Checker):
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._in_flight: dict[PeerName, dict[int, list[Key]]] = {}
+        self._sources: dict[Key, PeerName] = {}
+        """Whose memory each of them reads."""
         self._overtaken: dict[Key, Key] = {}
         """Older writes and a younger one of another engine to the same block."""
         super().__init__()
@@ -41,14 +44,17 @@ class NoOverlappingWrites(Checker):
 
     def _posted(self, event: Posted) -> None:
         key = event.rank, event.handle
+        self._sources[key] = event.source
         blocks = self._in_flight.setdefault(event.target, {})
         for block in event.target_blocks:
             others = blocks.setdefault(block, [])
             for other in others:
-                if other[0] == event.rank:
+                source = self._sources[other]
+                strangers = self._life(source) != self._life(event.source)
+                if other[0] == event.rank and (strangers or source == event.source):
                     text = f"{event.rank} posted write {event.handle} into block {block} of {event.target}"
                     self.broken(event.at_seconds, f"{text} while its write {other[1]} there is in flight")
-                elif self._life(other[0]) != self._life(event.rank):
+                elif strangers:
                     self._overtaken[other] = key
             others.append(key)
 
@@ -68,6 +74,7 @@ class NoOverlappingWrites(Checker):
             if key in blocks.get(block, ()):
                 blocks[block].remove(key)
         self._overtaken.pop(key, None)
+        self._sources.pop(key, None)
 
     def _crashed(self, event: EngineCrashed) -> None:
         for rank in event.ranks:

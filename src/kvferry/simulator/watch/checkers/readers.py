@@ -174,7 +174,7 @@ class OnlyKeptIsUsed(Checker):
         if not isinstance(result, Received | ReceiveFailed) or opening is None or opening.mode != "pull":
             return
         good_until = opening.stop if isinstance(result, Received) else result.valid_until
-        count = -(-(good_until - opening.start) // self._oracle.block_tokens)
+        count = -(-(good_until - opening.start) // self._oracle.block_tokens_of(event.rank))
         for block in opening.blocks[: max(count, 0)]:
             key = self._last.get((event.rank, block))
             if key is None or self._ledger.writes[key].opening is not opening:

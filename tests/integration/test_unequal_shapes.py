@@ -1,0 +1,58 @@
+"""Prefill and decode engines of unlike shape; every answer equals that of one engine with one rank."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support.live import Client, Live, arguments, completion, live, make_deployment, run
+
+ROOT = Path(__file__).parents[2]
+POLITE = ROOT / "tests" / "support" / "polite_queue"
+TWO_RANKS = ("--tensor-parallel-size", "2")
+TWO_STAGES = (
+    *("--pipeline-parallel-size", "2"),
+    *("--worker-cls", "tests.support.pipeline_worker.PipelineWorker"),
+)
+SMALL_BLOCKS = ("--block-size", "64")
+
+
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        pytest.param(TWO_RANKS, SMALL_BLOCKS, id="tp2 to tp1"),
+        pytest.param(SMALL_BLOCKS, TWO_RANKS, id="tp1 to tp2"),
+        pytest.param(TWO_STAGES, (), id="pp2 to tp1"),
+        pytest.param(TWO_RANKS, TWO_RANKS, id="tp2 to tp2", marks=pytest.mark.long),
+    ],
+)
+def test_answers_are_those_of_one_engine(
+    engines: Live, tmp_path: Path, prefill: tuple[str, ...], decode: tuple[str, ...]
+) -> None:
+    """P51, V06, V07, V09, V11, V13: other tensor and pipeline parallel sizes, other block sizes."""
+    deployment = make_deployment(
+        Path(engines.deployment.model),
+        tmp_path,
+        reference=False,
+        prefill_arguments=arguments(*prefill),
+        decode_arguments=arguments(*decode),
+        environment={
+            "PYTHONPATH": os.pathsep.join((str(POLITE), str(ROOT), os.environ.get("PYTHONPATH", "")))
+        },
+    )
+    bodies = [completion(engines.prompt(length)) for length in (20, 128, 700, 2100)]
+    with live(deployment) as pair:
+
+        async def work(client: Client) -> None:
+            for body in bodies:
+                expected = await client.tokens(engines.reference, body)
+                assert await client.tokens(pair.endpoints.router, body) == expected
+
+        run(work)
+        for url in (pair.prefill, pair.decode):
+            completed = pair.metric(url, "kvferry_transfers_total", outcome="completed")
+            assert completed == len(bodies), pair.state()
+        pair.assert_empty()
