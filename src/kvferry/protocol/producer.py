@@ -30,6 +30,7 @@ from kvferry.protocol.outputs import Output, PeerFacts, PostSlice
 from kvferry.protocol.reasons import CLOSED, LEASE_EXPIRED, UNKNOWN
 from kvferry.protocol.sources import Lane, ProducerState, SourceRow
 from kvferry.protocol.states import DeliveryState, SourceState
+from kvferry.protocol.turns import Turns
 
 _COMMANDS: dict[type[Command], Callable[[ProducerState, Any, float], None]] = {
     Expect: producer_host.expect,
@@ -88,7 +89,7 @@ class ProducerCore:
         if peer not in self.state.lanes:
             # What was in flight when the peer was lost may not have been reported yet.
             in_flight = sum(1 for _, key in self.state.slices.values() if key[0] == peer)
-            self.state.lanes[peer] = Lane(facts, in_flight=in_flight)
+            self.state.lanes[peer] = Lane(facts, Turns(in_flight=in_flight))
 
     def handle_peer_lost(self, peer: PeerName, reason: str, now: float) -> None:
         """The connection to a peer is gone. Slices in flight to it are still reported, each once."""
@@ -214,8 +215,8 @@ class ProducerCore:
         assert in_flight == len(state.slices)
         assert registered == state.registered, "blocks of open registrations are counted"
         for peer, lane in state.lanes.items():
-            assert lane.in_flight == lanes.get(peer, 0)
-            assert lane.in_flight <= state.limits.in_flight_per_peer
+            assert lane.turns.in_flight == lanes.get(peer, 0)
+            assert lane.turns.in_flight <= state.limits.in_flight_per_peer
         for waiting in state.tickets.values():
             assert waiting, "an empty ticket is answered at once"
             held = state.slices.keys() | state.loans

@@ -1,13 +1,14 @@
 """Which slice is posted next, and what follows when one ends.
 
-Deliveries towards one peer take turns, one slice each; a delivery stands in its lane's `ready` queue
-from the moment when something changed that may let it post, until it was asked and had nothing. So
+Deliveries towards one peer take turns, one slice each (`turns`); a delivery stands in its lane's `ready`
+queue from the moment when something changed that may let it post, until it was asked and had nothing. So
 nothing is scanned while nothing changes, however many transfers wait.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 from kvferry.ids import PeerName
 from kvferry.protocol import settle
@@ -15,7 +16,7 @@ from kvferry.protocol.messages import Landed, Written
 from kvferry.protocol.outputs import BlockArray, Disconnect, PostSlice
 from kvferry.protocol.reasons import POST_FAILED, coded
 from kvferry.protocol.slices import Posted, blocks_covering, is_one_run
-from kvferry.protocol.sources import Delivery, Lane, ProducerState, SourceRow
+from kvferry.protocol.sources import Delivery, Lane, ProducerState, RegistrationName, SourceRow
 from kvferry.protocol.states import DELIVERY, DeliveryEvent, DeliveryState, SourceState
 
 _POSTING = frozenset({SourceState.COMPUTING, SourceState.HELD})
@@ -25,7 +26,7 @@ def wake(state: ProducerState, delivery: Delivery) -> None:
     """Something changed: ask this delivery for a slice at its next turn."""
     lane = state.lanes.get(delivery.peer)
     if lane is not None and delivery.state is DeliveryState.REGISTERED:
-        lane.ready.setdefault(delivery.name)
+        lane.turns.ready.setdefault(delivery.name)
 
 
 def wake_source(state: ProducerState, row: SourceRow) -> None:
@@ -37,17 +38,29 @@ def wake_source(state: ProducerState, row: SourceRow) -> None:
 def next_slice(state: ProducerState, now: float) -> PostSlice | None:
     """The next slice to post. The permission is checked against `now`: ask with a fresh clock each time."""
     for peer, lane in state.lanes.items():
-        while lane.ready and lane.in_flight < state.limits.in_flight_per_peer:
-            key = next(iter(lane.ready))
-            lane.ready.move_to_end(key)
-            row = state.rows.get(key[0])
-            delivery = None if row is None else row.deliveries.get((peer, *key[1:]))
+        turns = lane.turns
+        while turns.ready and turns.in_flight < state.limits.in_flight_per_peer:
+            name = turns.choose(partial(_left, state, peer))
+            row, delivery = _named(state, peer, name)
             if row is not None and delivery is not None:
                 posted = _postable(state, row, delivery, lane, now)
                 if posted is not None:
                     return _post(state, row, delivery, posted, lane, now)
-            del lane.ready[key]
+            del turns.ready[name]
     return None
+
+
+def _named(
+    state: ProducerState, peer: PeerName, name: RegistrationName
+) -> tuple[SourceRow | None, Delivery | None]:
+    row = state.rows.get(name[0])
+    return row, None if row is None else row.deliveries.get((peer, *name[1:]))
+
+
+def _left(state: ProducerState, peer: PeerName, name: RegistrationName) -> int:
+    """Tokens that were never posted; one that is gone has none, and is forgotten at its turn."""
+    _, delivery = _named(state, peer, name)
+    return 0 if delivery is None else delivery.stop - delivery.next_token
 
 
 def _postable(
@@ -119,7 +132,7 @@ def _post(
         delivery.first_post_at = now
     state.slices[number] = (row.transfer, delivery.key)
     state.slice_timers.set(number, now + state.limits.slice_seconds)
-    lane.in_flight += 1
+    lane.turns.take()
     notify: Written | Landed
     if last:
         notify = written(delivery)
@@ -198,7 +211,7 @@ def slice_ended(state: ProducerState, number: int, now: float, failure: str | No
     posted = delivery.in_flight.pop(number)
     lane = state.lanes.get(delivery.peer)
     if lane is not None:
-        lane.in_flight -= 1
+        lane.turns.in_flight -= 1
     if failure is None:
         delivery.landed.add(posted.start, posted.stop)
         if posted.stop == delivery.stop:

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 from kvferry.ids import ConsumerId, PeerName, TransferId
 from kvferry.protocol import farewells, fences
 from kvferry.protocol.messages import Fetched, Offer, TransferStatus
 from kvferry.protocol.outputs import BlockArray, Disconnect, PostSlice
 from kvferry.protocol.reasons import MALFORMED, POST_FAILED, UNKNOWN, because, coded
-from kvferry.protocol.receptions import ConsumerState, Part, Reading, Reception, Turns
+from kvferry.protocol.receptions import ConsumerState, Part, Reading, Reception, ReceptionKey
 from kvferry.protocol.slices import Posted, blocks_covering, cut_blocks, expanded, is_one_run
 from kvferry.protocol.states import PART, PartEvent, PartState
+from kvferry.protocol.turns import Turns
 
 LATE = "its end was seen after the source's lease"
 
@@ -141,16 +143,26 @@ def next_slice(state: ConsumerState, now: float) -> PostSlice | None:
     """The next slice to read. The promise is checked against `now`: ask with a fresh clock each time."""
     for peer, turns in list(state.turns.items()):
         while turns.ready and turns.in_flight < state.limits.in_flight_per_peer:
-            key = next(iter(turns.ready))
-            turns.ready.move_to_end(key)
-            row = state.rows.get(key)
-            part = None if row is None else (row.parts or {}).get(peer)
+            key = turns.choose(partial(_left, state, peer))
+            row, part = _named(state, peer, key)
             posted = None if row is None or part is None else _readable(state, row, part, now)
             if row is not None and part is not None and posted is not None:
                 return _post(state, row, part, posted, turns, now)
             del turns.ready[key]
         farewells.tidy(state, peer)
     return None
+
+
+def _named(state: ConsumerState, peer: PeerName, key: ReceptionKey) -> tuple[Reception | None, Part | None]:
+    row = state.rows.get(key)
+    return row, None if row is None else (row.parts or {}).get(peer)
+
+
+def _left(state: ConsumerState, peer: PeerName, key: ReceptionKey) -> int:
+    """Tokens that were never asked for; one that is gone has none, and is forgotten at its turn."""
+    _, part = _named(state, peer, key)
+    reading = None if part is None else part.reading
+    return 0 if reading is None else reading.stop - reading.next_token
 
 
 def _readable(state: ConsumerState, row: Reception, part: Part, now: float) -> Posted | None:
@@ -184,7 +196,7 @@ def _post(
     reading.in_flight[number] = posted
     state.reads[number] = (row.key, part.link.peer)
     state.read_timers.set(number, now + state.limits.slice_seconds)
-    turns.in_flight += 1
+    turns.take()
 
     def cut(groups: tuple[BlockArray, ...], tokens: tuple[int, ...]) -> tuple[BlockArray, ...]:
         return cut_blocks(groups, tokens, row.start, posted.start, posted.stop)

@@ -20,6 +20,7 @@ from kvferry.protocol.ranges import Ranges
 from kvferry.protocol.slices import Posted
 from kvferry.protocol.states import PART_COMPLETE, PART_ENDED, PartState, ReceptionState
 from kvferry.protocol.timers import Timers
+from kvferry.protocol.turns import Turns
 
 ReceptionKey = tuple[TransferId, ConsumerId]
 FarewellKey = tuple[PeerName, TransferId, ConsumerId, int]
@@ -170,14 +171,6 @@ class Mark:
     heard_at: float
 
 
-@dataclass(slots=True)
-class Turns:
-    """Turns of one peer's parts that are read, and how much is in flight from it."""
-
-    ready: OrderedDict[ReceptionKey, None] = field(default_factory=OrderedDict)
-    in_flight: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class Farewell:
     """What a reader said when it was silent, until it is answered or nobody waits for it any more."""
@@ -201,7 +194,7 @@ class ConsumerState:
     """Receptions so far; the newest one's number."""
     peer_timers: Timers[tuple[str, PeerName]] = field(default_factory=Timers)
     lapse_timers: Timers[ReceptionKey] = field(default_factory=Timers)
-    turns: dict[PeerName, Turns] = field(default_factory=dict)
+    turns: dict[PeerName, Turns[ReceptionKey]] = field(default_factory=dict)
     reads: dict[int, tuple[ReceptionKey, PeerName]] = field(default_factory=dict)
     """READs in flight by their number."""
     read_count: int = 0

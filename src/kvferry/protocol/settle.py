@@ -53,7 +53,7 @@ def stop(
     delivery.retries.clear()
     lane = state.lanes.get(delivery.peer)
     if lane is not None:
-        lane.ready.pop(delivery.name, None)
+        lane.turns.ready.pop(delivery.name, None)
 
 
 def fail_open(state: ProducerState, row: SourceRow, reason: str) -> None:

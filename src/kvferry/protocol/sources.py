@@ -19,6 +19,7 @@ from kvferry.protocol.ranges import Ranges
 from kvferry.protocol.slices import Posted
 from kvferry.protocol.states import DELIVERY_ENDED, DeliveryEvent, DeliveryState, SourceState
 from kvferry.protocol.timers import Timers
+from kvferry.protocol.turns import Turns
 
 RegistrationName = tuple[TransferId, ConsumerId, int]
 """Transfer, consumer and attempt: how messages name a registration of the rank that they come from."""
@@ -177,11 +178,10 @@ class Tombstone:
 
 @dataclass(slots=True)
 class Lane:
-    """Turns of one peer's deliveries, and how much is in flight towards it."""
+    """What is known of one peer, and whose turn it is among the deliveries to it."""
 
     facts: PeerFacts
-    ready: OrderedDict[RegistrationName, None] = field(default_factory=OrderedDict)
-    in_flight: int = 0
+    turns: Turns[RegistrationName] = field(default_factory=Turns)
 
     def blocks_max(self, limits: Limits) -> int:
         """Blocks that the peer's open registrations may have together.

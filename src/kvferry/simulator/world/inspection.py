@@ -140,7 +140,10 @@ def _remains_of(process: RankProcess) -> list[str]:
         (loop.producer.in_flight(), "slices in flight"),
         (len(loop.producer.state.tickets), "preemptions that wait"),
         (len(loop.producer.state.hindered), "slices that others wait for"),
-        (sum(len(lane.ready) for lane in loop.producer.state.lanes.values()), "deliveries whose turn it is"),
+        (
+            sum(len(lane.turns.ready) for lane in loop.producer.state.lanes.values()),
+            "deliveries whose turn it is",
+        ),
         (len(loop.producer.state.registered), "peers with registered blocks"),
         (len(loop.consumer.state.peers), "watched peers"),
         (len(process.desk.inbox), "commands in the mailbox"),
