@@ -17,6 +17,7 @@ Four values exist:
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -149,7 +150,7 @@ def parse_request(params: object) -> PrefillParams | DecodeParams | None:
     if consumes:
         return DecodeParams(
             source=_source(reader),
-            transfer=reader.transfer("transfer_id"),
+            transfer=reader.transfer("transfer_id") or _paired_by_answer(reader),
             mode=reader.mode(),
             consumers=reader.count("consumers", CONSUMERS_MAX),
             prefilled_tokens=reader.tokens() or None,
@@ -180,8 +181,18 @@ def paired_by_request_id(request_id: str) -> TransferId:
     """The key that pairs two legs without a `transfer_id`: what the engines made of one `X-Request-Id`.
 
     vLLM appends `-<8 hex>` to each engine's copy of the id and prefixes the children of n > 1 with `<k>_`.
+    What a client may write there and a `transfer_id` may not have is replaced by a digest.
     """
-    return TransferId("x-request-id:" + _CHILD.sub("", _SUFFIX.sub("", request_id)))
+    key = "x-request-id:" + _CHILD.sub("", _SUFFIX.sub("", request_id))
+    if not TRANSFER_ID_PATTERN.fullmatch(key):
+        key = "x-request-id:sha256:" + hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()
+    return TransferId(key)
+
+
+def _paired_by_answer(reader: _Reader) -> TransferId | None:
+    """The key that the producer made of its own id of the request, of which its answer tells."""
+    request_id = reader.text("remote_request_id")
+    return None if request_id is None else paired_by_request_id(request_id)
 
 
 def _source(reader: _Reader) -> SourceParams:

@@ -14,6 +14,7 @@ from kvferry.handoff import (
     RANKS_MAX,
     TEXT_CHARACTERS_MAX,
     TOKENS_MAX,
+    TRANSFER_ID_PATTERN,
     DecodeParams,
     HeldParams,
     PrefillParams,
@@ -398,6 +399,15 @@ def test_legs_of_one_request_are_paired(producer: str, consumer: str) -> None:
 def test_legs_of_different_requests_are_not(one: str, another: str) -> None:
     """P20: only the engine's own suffix and prefix are taken off, once each."""
     assert paired_by_request_id(one) != paired_by_request_id(another)
+
+
+@pytest.mark.parametrize("told", ["with spaces", "a/b?c", "ü" * 9, "x" * 300, "\ud800"])
+def test_whatever_a_client_calls_its_request_the_key_is_a_transfer_id(told: str) -> None:
+    """The producer's answer names the key, and the decode leg that carries it must be accepted."""
+    key = paired_by_request_id(f"cmpl-{told}-0-0123abcd")
+    assert key == paired_by_request_id(f"1_cmpl-{told}-0-ffffffff")
+    assert TRANSFER_ID_PATTERN.fullmatch(key)
+    assert key != paired_by_request_id(f"cmpl-{told}-1-0123abcd")
 
 
 def test_a_pairing_key_is_never_a_transfer_id_of_a_router() -> None:

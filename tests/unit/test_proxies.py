@@ -98,6 +98,17 @@ def test_an_answer_that_carries_an_id_pairs_by_it_whatever_the_request_ids_are()
     assert key(consuming, "cmpl-another-0-ffffffff") == made
 
 
+def test_a_producers_own_id_pairs_where_the_proxy_lets_each_engine_name_its_request() -> None:
+    """One that passes on the keys it knows, and no `X-Request-Id`: the ids have nothing in common."""
+    at_p = engine_id("cmpl", "8c1d", 0, "0a1b2c3d")
+    consuming = parse_request(P_ENGINE.to_params() | {"remote_request_id": at_p, "remote_num_tokens": 9})
+    assert consuming is not None
+    assert key(consuming, engine_id("cmpl", "f00f", 0, "ffffffff")) == paired_by_request_id(at_p)
+    minted = parse_request(P_ENGINE.to_params() | {"remote_request_id": at_p, "transfer_id": "transfer-one"})
+    assert minted is not None
+    assert minted.transfer == "transfer-one"
+
+
 def test_the_next_turns_prefill_leg_is_the_decode_engines_answer() -> None:
     """KV that flows back: such a proxy sends the answer of one turn as the params of the next."""
     source = SourceParams(engine=EngineId("d"), host="10.0.0.2", port=5600)
