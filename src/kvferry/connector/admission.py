@@ -17,6 +17,7 @@ from typing import Any
 from kvferry.connector import compat
 from kvferry.errors import HandoffError
 from kvferry.host.requests import read_params
+from kvferry.host.settings import read_modes
 
 CONNECTORS = frozenset({"FerryConnector"})
 _MARK = "_kvferry_admission"
@@ -55,7 +56,12 @@ def check_request(config: Any, params: Any) -> None:
     if not given:
         return
     try:
-        read_params(given, produces=transfer.is_kv_producer, consumes=transfer.is_kv_consumer)
+        read_params(
+            given,
+            produces=transfer.is_kv_producer,
+            consumes=transfer.is_kv_consumer,
+            modes=read_modes(transfer.kv_connector_extra_config),
+        )
     except HandoffError as error:
         raise compat.refusal(str(error), error.field) from error
 

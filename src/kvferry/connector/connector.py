@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class FerryConnector(KVConnectorBase_V1, SupportsHMA):
-    """Carries KV from the engine that prefilled a request to the engine that decodes it, by push."""
+    """Carries KV from the engine that prefilled a request to the one that decodes it, by push or by pull."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -19,7 +19,7 @@ from kvferry.host.outcomes import Outcomes
 from kvferry.host.pins import BlockPool, Pins
 from kvferry.host.requests import EngineRequest, is_probe, is_release, read_params
 from kvferry.host.scheduler_consumer import SchedulerConsumer, single_group
-from kvferry.host.scheduler_producer import SchedulerProducer
+from kvferry.host.scheduler_producer import HandedOver, SchedulerProducer
 from kvferry.host.settings import Settings
 from kvferry.host.starvation import Starvation
 
@@ -107,7 +107,7 @@ class FerryScheduler:
             tp=self._facts.tp,
             pp=self._facts.pp,
             incarnation=handshakes[0].incarnation,
-            mode=self._settings.mode,
+            mode=self._settings.modes.default,
         )
 
     def arrived(self, request: EngineRequest) -> None:
@@ -123,7 +123,10 @@ class FerryScheduler:
 
     def _admit(self, request: EngineRequest) -> None:
         params = read_params(
-            request.kv_transfer_params, produces=self._facts.produces, consumes=self._facts.consumes
+            request.kv_transfer_params,
+            produces=self._facts.produces,
+            consumes=self._facts.consumes,
+            modes=self._settings.modes,
         )
         if params is None:
             return
@@ -139,7 +142,7 @@ class FerryScheduler:
             self._stats.count(stats.LEGACY_PAIRINGS)
         if isinstance(params, DecodeParams):
             if not self.consumer.announce(request, params):
-                self._outcomes.skipped("in_use")
+                self._outcomes.skipped("in_use", params.mode or "push")
         elif not self.producer.expect(request, params):
             problem = "or the request's own id is in use by another request; mint one id per dispatch"
             raise HandoffError("transfer_id", problem)
@@ -158,7 +161,7 @@ class FerryScheduler:
         self._stirred = True
         target = single_group(blocks) if external_tokens > 0 else []
         if not self.consumer.allocated(request, target, external_tokens):
-            self._outcomes.skipped("prefix_hit")
+            self._outcomes.skipped("prefix_hit", self.consumer.mode_of(request.request_id))
 
     def plan(self, step: Any) -> FerryMetadata:
         """vLLM's `build_connector_meta`."""
@@ -182,20 +185,26 @@ class FerryScheduler:
         if name in self._probes:
             self._probes.discard(name)
             return False, self._answer(request, None)
+        mode = self.consumer.mode_of(name)
         if not self.consumer.finish(request):
-            self._outcomes.skipped("not_admitted")
-        keep, transfer = self.producer.finish(request)
-        return keep, None if transfer is None else self._answer(request, transfer)
+            self._outcomes.skipped("not_admitted", mode)
+        keep, held = self.producer.finish(request)
+        return keep, None if held is None else self._answer(request, held)
 
-    def _answer(self, request: EngineRequest, transfer: str | None) -> dict[str, Any] | None:
+    def _answer(self, request: EngineRequest, held: HandedOver | None) -> dict[str, Any] | None:
+        """`held` is None for one who only wants to know who we are."""
         if self._source is None:
             return None
         params = self._source.to_params() | {
             "remote_request_id": request.request_id,
-            # A push needs none of them; routers made for vLLM's own connectors pass the key on.
+            # Consumers ask us for them; routers made for vLLM's own connectors pass the key on.
             "remote_block_ids": [],
         }
-        return params if transfer is None else params | {"transfer_id": transfer}
+        if held is not None:
+            params["transfer_id"] = held.transfer
+            params["transfer_mode"] = held.mode
+            params["remote_num_tokens"] = held.tokens
+        return params
 
     def results(self, output: Any) -> None:
         """vLLM's `update_connector_output`: what all ranks have reported for one step."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from kvferry.handoff import TransferMode
+
 RequestId = str
 """The engine's own id of a request."""
 
@@ -27,6 +29,8 @@ class Ended(msgspec.Struct, frozen=True):
     """Of a failed receive: tokens that did not come and have to be computed here."""
     failed: bool = False
     cancelled: bool = False
+    mode: TransferMode = "push"
+    """How the KV was moved, or was to be."""
 
 
 class Quarantined(msgspec.Struct, frozen=True):

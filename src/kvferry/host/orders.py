@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from kvferry.handoff import TransferMode
 from kvferry.host.events import RequestId
 from kvferry.ids import BlockId, TransferId
 from kvferry.protocol.commands import Advance, Command, Preempt
@@ -19,6 +20,8 @@ class Sender(msgspec.Struct, frozen=True):
 
     transfer: TransferId
     request: RequestId
+    mode: TransferMode = "push"
+    """What its consumers are expected to do; each may decide otherwise."""
 
 
 class Scheduled(msgspec.Struct, frozen=True):

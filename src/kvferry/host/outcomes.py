@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from kvferry.handoff import TransferMode
 from kvferry.host.events import Ended, RequestId
 from kvferry.host.facts import EngineFacts
 from kvferry.host.metrics import BYTES, HANDOVER, LOST_TOKENS, TRANSFERS, WRITE, Counts
 from kvferry.protocol import reasons
 
-MODE = "push"
 REQUESTS_MAX = 65536
 
 
@@ -36,19 +36,19 @@ class Outcomes:
         elif len(self._ended) > REQUESTS_MAX:
             self._count(self._ended.pop(next(iter(self._ended))))
 
-    def skipped(self, reason: str) -> None:
+    def skipped(self, reason: str, mode: TransferMode) -> None:
         """A transfer ended before any rank had a part in it."""
-        self._counts.count(TRANSFERS, labels=(MODE, "skipped", reason))
+        self._counts.count(TRANSFERS, labels=(mode, "skipped", reason))
 
     def _count(self, ranks: dict[int, Ended]) -> None:
         events = list(ranks.values())
         worst = next((event for event in events if event.failed and not event.cancelled), None)
         worst = worst or next((event for event in events if event.cancelled), events[0])
         outcome = "cancelled" if worst.cancelled else "failed" if worst.failed else "completed"
-        self._counts.count(TRANSFERS, labels=(MODE, outcome, reasons.code_of(worst.reason)))
+        self._counts.count(TRANSFERS, labels=(worst.mode, outcome, reasons.code_of(worst.reason)))
         moved = sum(event.bytes for event in events)
         if moved:
-            self._counts.count(BYTES, moved, labels=(MODE,))
+            self._counts.count(BYTES, moved, labels=(worst.mode,))
         # What one rank lacks all ranks have to compute.
         lost = max(event.lost_tokens for event in events)
         if lost:

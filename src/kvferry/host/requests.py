@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import msgspec
+
 from kvferry.errors import HandoffError
 from kvferry.handoff import DecodeParams, PrefillParams, parse_request
+from kvferry.host.modes import Modes
 
 _NORMAL_ENDS = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
 PROBE_KEY = "probe"
@@ -66,8 +69,10 @@ def is_release(params: Any) -> bool:
     return isinstance(params, dict) and params.get(RELEASE_KEY) is True
 
 
-def read_params(params: Any, *, produces: bool, consumes: bool) -> PrefillParams | DecodeParams | None:
-    """Read a request's params as an engine of this role can honour them.
+def read_params(
+    params: Any, *, produces: bool, consumes: bool, modes: Modes
+) -> PrefillParams | DecodeParams | None:
+    """Read a request's params as an engine of this role can honour them; they name the mode that it takes.
 
     Raises:
         HandoffError: malformed, or not for this engine; names the key.
@@ -81,6 +86,4 @@ def read_params(params: Any, *, produces: bool, consumes: bool) -> PrefillParams
         raise HandoffError(
             "do_remote_prefill", "this engine's kv_role does not consume; send it to a decode engine"
         )
-    if request is not None and request.mode == "pull":
-        raise HandoffError("transfer_mode", "'pull' is not available yet; use 'push' or leave it out")
-    return request
+    return None if request is None else msgspec.structs.replace(request, mode=modes.of(request.mode))

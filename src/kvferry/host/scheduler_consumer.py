@@ -36,7 +36,9 @@ class _Receiving:
     transfer: TransferId
     consumer: ConsumerId
     source: Source
-    mode: TransferMode = "push"
+    mode: TransferMode
+    patient: bool
+    """Whether prefill may still run, or be on its way."""
     state: _State = _State.WAITING
     blocks: list[BlockId] = field(default_factory=list)
     finished: bool = False
@@ -76,6 +78,7 @@ class SchedulerConsumer:
             consumer=ConsumerId(request.request_id),
             source=Source(source.engine, source.host, source.port, source.tp, source.pp, source.incarnation),
             mode=params.mode or "push",
+            patient=params.prefilled_tokens is None,
         )
         self._requests[request.request_id] = receiving
         self._commands.append(AnnounceCommand(receiving.transfer, receiving.consumer, receiving.source))
@@ -95,6 +98,11 @@ class SchedulerConsumer:
         if self._receiving_blocks and self._receiving_blocks + blocks > self._waiting_blocks_max:
             return None
         return request.num_prompt_tokens - local_tokens
+
+    def mode_of(self, request: RequestId) -> TransferMode:
+        """How a request's KV is to be moved; `push` for one that is not ours."""
+        receiving = self._requests.get(request)
+        return "push" if receiving is None else receiving.mode
 
     def is_waiting(self, request: RequestId) -> bool:
         """Whether `allocated` would change anything for a request."""
@@ -127,6 +135,7 @@ class SchedulerConsumer:
                 stop,
                 (to_spans(target),),
                 receiving.mode,
+                receiving.patient,
             )
         )
         return True

@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable, KeysView
 from dataclasses import dataclass, field
 
-from kvferry.handoff import PrefillParams, paired_by_request_id
+import msgspec
+
+from kvferry.handoff import PrefillParams, TransferMode, paired_by_request_id
 from kvferry.host.events import PreemptAnswer, RankIndex, RequestId
 from kvferry.host.facts import EngineFacts
 from kvferry.host.orders import Scheduled, Sender, StepOrders
@@ -29,12 +31,21 @@ from kvferry.protocol.commands import Abandon, Advance, Command, Expect, Finish,
 _UNWANTED = reasons.because(reasons.CANCELLED, "released by its router")
 
 
+class HandedOver(msgspec.Struct, frozen=True):
+    """What a request that has ended well leaves to its consumers: KV of its first `tokens` tokens."""
+
+    transfer: TransferId
+    mode: TransferMode
+    tokens: int
+
+
 @dataclass(slots=True)
 class _Sending:
     """One prefill request. `fresh` are block ids that are allocated and not yet published."""
 
     request: EngineRequest
     transfer: TransferId
+    mode: TransferMode
     frontier: int = 0
     blocks_published: int = 0
     fresh: list[BlockId] = field(default_factory=list)
@@ -80,8 +91,9 @@ class SchedulerProducer:
         if transfer in self._transfers or name in self._requests or name in self._leaving:
             return False
         self._transfers[transfer] = request.request_id
-        self._requests[request.request_id] = _Sending(request, transfer)
-        self._senders.append(Sender(transfer, request.request_id))
+        mode = params.mode or "push"
+        self._requests[request.request_id] = _Sending(request, transfer, mode)
+        self._senders.append(Sender(transfer, request.request_id, mode))
         self._commands.append(Expect(transfer, request.num_prompt_tokens, params.consumers))
         return True
 
@@ -122,8 +134,8 @@ class SchedulerProducer:
             if advance is not None:
                 orders.advances.append(advance)
 
-    def finish(self, request: EngineRequest) -> tuple[bool, TransferId | None]:
-        """The engine ends a request: whether to keep its blocks, and the transfer that it hands over."""
+    def finish(self, request: EngineRequest) -> tuple[bool, HandedOver | None]:
+        """The engine ends a request: whether to keep its blocks, and what it hands over."""
         sending = self._requests.get(request.request_id)
         if sending is None or sending.ended:
             return False, None
@@ -144,7 +156,8 @@ class SchedulerProducer:
             self._pins.drop(request.request_id)
             del self._requests[request.request_id]
             self._leaving[request.request_id] = sending.transfer, set(self._facts.ranks)
-        return sending.published, sending.transfer if handed_over else None
+        left = HandedOver(sending.transfer, sending.mode, request.num_prompt_tokens) if handed_over else None
+        return sending.published, left
 
     def reclaim(self) -> bool:
         """Give up the longest held lease, unless its KV is travelling; False without one."""

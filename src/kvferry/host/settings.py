@@ -5,12 +5,13 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from kvferry.errors import UsageError
 from kvferry.handoff import TransferMode
+from kvferry.host.modes import Modes
 from kvferry.layout.describe import STRIDE_ORDERS
 from kvferry.protocol.limits import Limits
 
@@ -51,8 +52,8 @@ class _Keys(msgspec.Struct, frozen=True, kw_only=True):
     side_channel_host: str | None = None
     side_channel_port: int | None = None
     advertise_host: str | None = None
-    transfer_mode: Literal["push", "pull"] = "push"
-    allowed_modes: tuple[Literal["push", "pull"], ...] | None = None
+    transfer_mode: TransferMode | None = None
+    allowed_modes: tuple[TransferMode, ...] = ("push", "pull")
     backends: tuple[str, ...] = ("UCX",)
     num_threads: int = 4
     progress_thread: bool = False
@@ -77,7 +78,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """0 lets the system choose; the data-parallel index is already added."""
     advertise_host: str
     """What peers are told to connect to."""
-    mode: TransferMode
+    modes: Modes
     limits: Limits
     backends: tuple[str, ...]
     num_threads: int
@@ -119,7 +120,7 @@ def read_settings(
         side_channel_host=host,
         side_channel_port=_port(keys, data_parallel_index, environment),
         advertise_host=_advertised(keys, host),
-        mode=_mode(keys),
+        modes=_modes(keys),
         limits=_limits(extra),
         backends=keys.backends,
         num_threads=_least("num_threads", keys.num_threads, 0),
@@ -135,6 +136,15 @@ def read_settings(
         side_channel_secret=keys.side_channel_secret or environment.get(SECRET_VARIABLE) or None,
         corrupt_block=_corrupt_block(keys, environment),
     )
+
+
+def read_modes(extra: Mapping[str, Any]) -> Modes:
+    """What an engine's `kv_connector_extra_config` says of modes, whatever else it says.
+
+    Raises:
+        UsageError: as `read_settings`.
+    """
+    return _modes(_typed({key: extra[key] for key in ("transfer_mode", "allowed_modes") if key in extra}))
 
 
 def _typed(extra: Mapping[str, Any]) -> _Keys:
@@ -201,16 +211,17 @@ def _advertised(keys: _Keys, host: str) -> str:
     return host
 
 
-def _mode(keys: _Keys) -> TransferMode:
-    if keys.transfer_mode == "pull" or (
-        keys.allowed_modes is not None and set(keys.allowed_modes) != {"push"}
-    ):
-        key = "transfer_mode" if keys.transfer_mode == "pull" else "allowed_modes"
+def _modes(keys: _Keys) -> Modes:
+    allowed = keys.allowed_modes
+    if not allowed:
+        raise UsageError("kv_connector_extra_config.allowed_modes must name 'push', 'pull' or both")
+    default = keys.transfer_mode or ("push" if "push" in allowed else "pull")
+    if default not in allowed:
         raise UsageError(
-            f"kv_connector_extra_config.{key}: pull is not available yet; push is what exists, "
-            "set transfer_mode to 'push' or leave it out"
+            f"kv_connector_extra_config.transfer_mode is {default!r}, which allowed_modes does not have; "
+            "add it there, or set transfer_mode to a mode that is allowed"
         )
-    return "push"
+    return Modes(default, allowed)
 
 
 def _cache_layout(keys: _Keys) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvferry.handoff import TransferMode
 from kvferry.host.events import Ended, Quarantined, RankIndex, RequestId, Safe
 from kvferry.host.reports import Reported
 from kvferry.ids import BlockId, ConsumerId, TransferId
@@ -20,6 +21,7 @@ from kvferry.protocol import reasons
 from kvferry.protocol.commands import BlocksSafe, Receive, Received, ReceiveFailed
 
 _Key = tuple[TransferId, ConsumerId]
+_GOOD_ENDS: dict[TransferMode, str] = {"push": reasons.WRITTEN, "pull": reasons.FETCHED}
 
 
 @dataclass(slots=True)
@@ -74,9 +76,10 @@ class WorkerConsumer:
             Ended(
                 rank=self._rank,
                 request=destination.request,
-                reason=reasons.WRITTEN,
+                reason=_GOOD_ENDS[destination.receive.mode],
                 bytes=result.bytes,
                 write_seconds=now - destination.opened_at_seconds,
+                mode=destination.receive.mode,
             )
         )
 
@@ -97,6 +100,7 @@ class WorkerConsumer:
                 lost_tokens=0 if cancelled else destination.receive.stop - good_until,
                 failed=True,
                 cancelled=cancelled,
+                mode=destination.receive.mode,
             )
         )
         if result.fenced:

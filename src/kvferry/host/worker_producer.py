@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvferry.handoff import TransferMode
 from kvferry.host.events import Ended, RankIndex, RequestId
 from kvferry.host.orders import Sender
 from kvferry.ids import TransferId
 from kvferry.protocol import reasons
 from kvferry.protocol.commands import Released
 
-_GOOD = frozenset({reasons.WRITTEN, reasons.FETCHED})
+_MODES: dict[str, TransferMode] = {reasons.WRITTEN: "push", reasons.FETCHED: "pull"}
+"""Good ends, and how the KV was moved by each."""
 
 
 @dataclass(slots=True)
@@ -24,6 +26,7 @@ class _Source:
     """One prefill request on this rank."""
 
     request: RequestId
+    mode: TransferMode
     refused: bool = False
     """The agent had no room for it; it knows nothing of the transfer."""
     published: bool = False
@@ -47,7 +50,7 @@ class WorkerProducer:
 
     def start(self, sender: Sender) -> None:
         """A new prefill request."""
-        self._sources[sender.transfer] = _Source(sender.request)
+        self._sources[sender.transfer] = _Source(sender.request, sender.mode)
         self._transfers[sender.request] = sender.transfer
 
     def refuse(self, transfer: TransferId) -> None:
@@ -86,9 +89,10 @@ class WorkerProducer:
             rank=self._rank,
             request=source.request,
             reason=result.outcome,
-            handover_seconds=None if ended_at is None or code not in _GOOD else now - ended_at,
-            failed=code not in _GOOD,
+            handover_seconds=None if ended_at is None or code not in _MODES else now - ended_at,
+            failed=code not in _MODES,
             cancelled=code == reasons.CANCELLED,
+            mode=_MODES.get(code, source.mode),
         )
 
     def finish(self, requests: Iterable[RequestId]) -> None:

@@ -491,7 +491,7 @@ def test_children_of_one_prompt_each_register_for_themselves(engine_of):
         (SOURCE | {"remote_host": None}, "remote_host"),
         (SOURCE | {"remote_engine_id": ["x"]}, "remote_engine_id"),
         (SOURCE | {"transfer_id": "no"}, "transfer_id"),
-        (SOURCE | {"transfer_mode": "pull"}, "transfer_mode"),
+        (SOURCE | {"transfer_mode": "shove"}, "transfer_mode"),
         (SOURCE | {"do_remote_decode": True}, "do_remote_decode"),
         (["not", "an", "object"], "params"),
     ],

@@ -92,7 +92,23 @@ def test_requests_whose_ranks_never_all_report_are_bounded(monkeypatch):
     assert counted(stats) == {("completed", "written"): 3}
 
 
+def test_each_mode_is_counted_by_itself():
+    """With one rank's end that of its mode; the worst one of several says it."""
+    outcomes, stats = outcomes_of(tp=1)
+    outcomes.add(ended(0, "fetched", "a", mode="pull", bytes=3))
+    outcomes.add(ended(0, "written", "b", mode="push", bytes=4))
+    outcomes.skipped("prefix_hit", "pull")
+    labels = [key.split("\x1f")[:2] for key in stats.data["counters"]]
+    assert labels == [
+        ["kvferry_transfers", "pull"],
+        ["kvferry_transfer_bytes", "pull"],
+        ["kvferry_transfers", "push"],
+        ["kvferry_transfer_bytes", "push"],
+        ["kvferry_transfers", "pull"],
+    ]
+
+
 def test_a_transfer_that_no_rank_had_a_part_in_is_skipped():
     outcomes, stats = outcomes_of()
-    outcomes.skipped("prefix_hit")
+    outcomes.skipped("prefix_hit", "pull")
     assert counted(stats) == {("skipped", "prefix_hit"): 1}

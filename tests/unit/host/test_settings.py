@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import UsageError
-from kvferry.host.settings import read_settings
+from kvferry.host.modes import Modes
+from kvferry.host.settings import read_modes, read_settings
 
 
 def test_defaults_bind_loopback_and_push():
     settings = read_settings({}, environment={})
     assert (settings.side_channel_host, settings.side_channel_port) == ("127.0.0.1", 5600)
     assert settings.advertise_host == "127.0.0.1"
-    assert settings.mode == "push"
+    assert settings.modes == Modes("push", ("push", "pull"))
     assert settings.progress_thread is False
     assert settings.retry_bound_seconds == 30.0
     assert settings.allow_untested_nixl is False
@@ -66,10 +67,10 @@ def test_durations_reach_the_limits():
         ({"drain_seconds": -1}, ["drain_seconds"]),
         ({"backends": []}, ["backends", "UCX"]),
         ({"backends": "UCX"}, ["backends"]),
-        ({"transfer_mode": "pull"}, ["transfer_mode", "push"]),
         ({"transfer_mode": "shove"}, ["transfer_mode"]),
-        ({"allowed_modes": ["pull"]}, ["allowed_modes", "push"]),
-        ({"allowed_modes": ["push", "pull"]}, ["allowed_modes", "push"]),
+        ({"allowed_modes": []}, ["allowed_modes", "push"]),
+        ({"allowed_modes": ["shove"]}, ["allowed_modes"]),
+        ({"transfer_mode": "pull", "allowed_modes": ["push"]}, ["transfer_mode", "allowed_modes", "pull"]),
         ({"side_channel_host": "0.0.0.0"}, ["advertise_host"]),
         ({"side_channel_host": "::"}, ["advertise_host"]),
         ({"test_corrupt_block": 0}, ["test_corrupt_block", "KVFERRY_TESTING"]),
@@ -111,6 +112,16 @@ def test_the_test_hook_is_honoured_under_its_variable_only():
     assert settings.corrupt_block == 2
 
 
-@pytest.mark.parametrize("extra", [{"allowed_modes": ["push"]}, {"transfer_mode": "push"}])
-def test_push_may_be_said(extra):
-    assert read_settings(extra, environment={}).mode == "push"
+@pytest.mark.parametrize(
+    ("extra", "modes"),
+    [
+        ({"transfer_mode": "push"}, Modes("push")),
+        ({"transfer_mode": "pull"}, Modes("pull")),
+        ({"allowed_modes": ["push"]}, Modes("push", ("push",))),
+        ({"allowed_modes": ["pull"]}, Modes("pull", ("pull",))),
+        ({"allowed_modes": ["pull", "push"]}, Modes("push", ("pull", "push"))),
+    ],
+)
+def test_the_default_mode_is_push_unless_another_is_said_or_it_is_not_allowed(extra, modes):
+    assert read_settings(extra, environment={}).modes == modes
+    assert read_modes(extra | {"side_channel_port": 7000}) == modes

@@ -12,7 +12,7 @@ from kvferry.protocol.commands import Released
 
 def producer_of():
     producer = WorkerProducer(rank=3)
-    producer.start(Sender("t", "r"))
+    producer.start(Sender("t", "r", "pull"))
     producer.publish(["t", "unknown"])
     return producer
 
@@ -26,20 +26,21 @@ def test_a_second_release_is_no_second_end():
 
 
 @pytest.mark.parametrize(
-    ("outcome", "seconds", "failed", "cancelled"),
+    ("outcome", "seconds", "failed", "cancelled", "mode"),
     [
-        ("written", 2.5, False, False),
-        ("fetched", 2.5, False, False),
-        ("lease_expired", None, True, False),
-        ("peer_lost: gone", None, True, False),
-        ("cancelled: left", None, True, True),
+        ("written", 2.5, False, False, "push"),
+        ("fetched", 2.5, False, False, "pull"),
+        ("lease_expired", None, True, False, "pull"),
+        ("peer_lost: gone", None, True, False, "pull"),
+        ("cancelled: left", None, True, True, "pull"),
     ],
 )
-def test_only_what_was_handed_over_has_a_time(outcome, seconds, failed, cancelled):
+def test_only_what_was_handed_over_has_a_time(outcome, seconds, failed, cancelled, mode):
+    """How it was moved says the mode, and what was asked for where it was not."""
     producer = producer_of()
     producer.prefill_ended("t", 10.0)
     assert producer.release(Released("t", outcome), 12.5) == Ended(
-        3, "r", outcome, handover_seconds=seconds, failed=failed, cancelled=cancelled
+        3, "r", outcome, handover_seconds=seconds, failed=failed, cancelled=cancelled, mode=mode
     )
 
 

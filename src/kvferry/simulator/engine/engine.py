@@ -323,7 +323,7 @@ class Counter:
     def skip(self, outcomes: Outcomes, request: Request, reason: str) -> None:
         """A transfer ended before any rank heard of it."""
         self._request = request.name
-        outcomes.skipped(reason)
+        outcomes.skipped(reason, request.params.mode or "push")
 
     def end(self, outcomes: Outcomes, event: Ended) -> None:
         """A rank has reported the end of its part."""
