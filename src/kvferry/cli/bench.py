@@ -123,6 +123,7 @@ def _verdict(report: Report, options: Options) -> str:
     parts = [
         f"{side} {medians[side, 'step, idle']:.0f} us per idle step, "
         f"{medians[side, 'request, whole life, 1 at once']:.0f} us per request, "
+        f"{report.pull_ratios[side]:.2f} times that when it is pulled, "
         f"{medians[side, f'request, whole life, {many} at once']:.0f} us each with {many} at once"
         for side in ("prefill", "decode")
     ]

@@ -6,6 +6,9 @@ one thread. Prefill and decode engine share this process, so two agents compete 
 where an engine has one: the figures are the upper end. Steps follow each other after a short sleep, where an
 engine's main thread computes and the caches forget: there, the same hooks cost about twice as much.
 
+Every repeat has a request that is pulled, too: its prefill ends before it reaches the decode engine, whose
+agent reads the KV. It may cost `RATIO_MAX` times as much as a pushed one on either side.
+
 Limits are on medians of elapsed time. Requests that live and finish together may cost `RATIO_MAX` times as
 much each as one alone; the excess over 1 is for what two medians on a shared machine differ by. A request of
 `SIZED_BLOCKS` blocks or fewer may cost `SIZED_MICROSECONDS_MAX`, a larger one in proportion.
@@ -100,6 +103,8 @@ class Report:
     """Hook by hook, what an idle step costs."""
     ratios: dict[str, float]
     """Cost per request of many together over that of one alone, of whole lives and of ends."""
+    pull_ratios: dict[str, float]
+    """Cost of a pulled request over that of a pushed one, side by side."""
     problems: tuple[str, ...]
     repeats: int
     """Fewer than were asked for where time was short."""
@@ -157,6 +162,7 @@ WAITING = "step, transfers under way, no event"
 ADVANCE = f"step, {ADVANCING} prefills advance by a chunk"
 LIFE = "request, whole life"
 FINISH = "request, end of prefill"
+PULLED = "pulled request, whole life"
 SIZED = "request"
 
 
@@ -208,6 +214,7 @@ class _Bench:
                 return repeat
             self._idle()
             self._transfer(1)
+            self._pull()
             for blocks in self._options.sizes:
                 self._transfer(1, blocks)
             if repeat % ONE_GROUP_IN == 0:
@@ -232,7 +239,7 @@ class _Bench:
         blocks = sized or self._options.blocks
         prefill.life = decode.life = NO_COST
         transfers = [secrets.token_hex(16) for _ in range(count)]
-        decoding = self._arrive_at_decode(transfers, blocks)
+        decoding = self._arrive_at_decode(transfers, blocks, self._coordinates)
         prefilling = self._compute(transfers, blocks)
         finished = NO_COST
         prefill.engine.meter.take()
@@ -245,20 +252,40 @@ class _Bench:
         if sized is None:
             prefill.add(_each(FINISH, count), finished // count)
         self._settle(len(sent), count)
-        decode.engine.meter.take()
+        self._end_decode(decoding, _each(LIFE, count) if sized is None else _sized(sized))
+
+    def _pull(self) -> None:
+        """One request whose decode leg follows the end of its prefill."""
+        prefill, decode = self._prefill, self._decode
+        prefill.life = decode.life = NO_COST
+        transfers = [secrets.token_hex(16)]
+        (prefilling,) = self._compute(transfers, self._options.blocks, {"transfer_mode": "pull"})
+        prefill.engine.meter.take()
+        answer = prefill.engine.finish(prefilling)
+        prefill.charge()
+        prefill.step()
+        decoding = self._arrive_at_decode(transfers, self._options.blocks, answer)
+        self._settle(0, 1)
+        self._end_decode(decoding, _each(PULLED, 1))
+
+    def _end_decode(self, decoding: Sequence[Any], name: str) -> None:
+        """The decode requests end; what the requests under way have cost is known then."""
+        self._decode.engine.meter.take()
         for request in decoding:
-            decode.engine.finish(request)
-        decode.charge()
-        decode.step()
-        for side in (prefill, decode):
+            self._decode.engine.finish(request)
+        self._decode.charge()
+        self._decode.step()
+        for side in (self._prefill, self._decode):
             if not side.engine.is_clean:
                 raise BenchError(f"the {side.name} engine still holds blocks after its requests have ended")
-            side.add(_each(LIFE, count) if sized is None else _sized(sized), side.life // count)
+            side.add(name, side.life // len(decoding))
 
-    def _arrive_at_decode(self, transfers: Sequence[str], blocks: int) -> list[Any]:
+    def _arrive_at_decode(
+        self, transfers: Sequence[str], blocks: int, source: Mapping[str, Any]
+    ) -> list[Any]:
         engine, tokens = self._decode.engine, blocks * BLOCK_TOKENS
         requests = [
-            engine.request(f"d-{transfer}", tokens, self._coordinates | {"transfer_id": transfer})
+            engine.request(f"d-{transfer}", tokens, {**source, "transfer_id": transfer})
             for transfer in transfers
         ]
         engine.meter.take()
@@ -269,11 +296,15 @@ class _Bench:
         self._decode.step()
         return requests
 
-    def _compute(self, transfers: Sequence[str], size: int) -> list[Any]:
+    def _compute(
+        self, transfers: Sequence[str], size: int, more: Mapping[str, Any] | None = None
+    ) -> list[Any]:
         """Prefill in `CHUNKS` steps."""
         engine, tokens = self._prefill.engine, size * BLOCK_TOKENS
         requests = [
-            engine.request(f"p-{transfer}", tokens, {"do_remote_decode": True, "transfer_id": transfer})
+            engine.request(
+                f"p-{transfer}", tokens, {"do_remote_decode": True, "transfer_id": transfer, **(more or {})}
+            )
             for transfer in transfers
         ]
         engine.meter.take()
@@ -335,7 +366,12 @@ def _report(options: Options, sides: Sequence[_Side], repeats: int) -> Report:
         / max(medians[side, _each(name, 1)], LEAST_MICROSECONDS)
         for side, name in (("prefill", LIFE), ("prefill", FINISH), ("decode", LIFE))
     }
-    return Report(figures, hooks, idle_hooks, ratios, tuple(_problems(figures, ratios, options)), repeats)
+    pull_ratios = {
+        side: medians[side, _each(PULLED, 1)] / max(medians[side, _each(LIFE, 1)], LEAST_MICROSECONDS)
+        for side in ("prefill", "decode")
+    }
+    problems = *_problems(figures, ratios, options), *_pull_problems(pull_ratios)
+    return Report(figures, hooks, idle_hooks, ratios, pull_ratios, problems, repeats)
 
 
 def _by_hook(sides: Mapping[str, Mapping[str, Sequence[Cost]]]) -> tuple[Figure, ...]:
@@ -362,6 +398,15 @@ def _problems(figures: Iterable[Figure], ratios: dict[str, float], options: Opti
         if ratio > RATIO_MAX:
             yield (
                 f"{name}: {options.requests} at once cost {ratio:.2f} times as much each as one alone, "
+                f"at most {RATIO_MAX:g} are allowed"
+            )
+
+
+def _pull_problems(ratios: Mapping[str, float]) -> Iterator[str]:
+    for side, ratio in ratios.items():
+        if ratio > RATIO_MAX:
+            yield (
+                f"{side}: a pulled request costs {ratio:.2f} times as much as a pushed one, "
                 f"at most {RATIO_MAX:g} are allowed"
             )
 

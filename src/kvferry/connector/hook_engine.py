@@ -205,16 +205,17 @@ class Engine:
         )
         return chosen
 
-    def finish(self, request: Request) -> None:
-        """The request ends; its blocks go back now, or when the connector says so."""
+    def finish(self, request: Request) -> dict[str, Any]:
+        """The request ends; its blocks go back now, or when we say so. Returns what its answer carries."""
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         name = request.request_id
-        keep, _ = self.meter.call(
+        keep, answer = self.meter.call(
             self._scheduler.request_finished_all_groups, request, (self._held.get(name, []),)
         )
         self._finished.add(name)
         if not keep:
             self._free_blocks(name)
+        return answer or {}
 
     def step(self, chunks: Iterable[Chunk] = ()) -> Step:
         """One step with the bystanders and these."""

@@ -27,7 +27,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, problems: tuple[str, ...] = (), repea
         )
     )
     hooks, idle = figure("prefill", "wait_for_save", 1.0), figure("decode", "wait_for_save", 0.25)
-    report = Report(figures, (hooks,), (idle,), {}, problems, repeats)
+    report = Report(figures, (hooks,), (idle,), {}, {"prefill": 1.0, "decode": 0.75}, problems, repeats)
     monkeypatch.setattr(hook_costs, "measure", lambda options, progress: report)
 
 
@@ -53,8 +53,11 @@ def test_within_limits_the_last_line_has_the_figures(
 ) -> None:
     plant(monkeypatch)
     assert cli.main(["bench", "hooks"]) == 0
-    side = "31 us per idle step, 250 us per request, 90 us each with 24 at once"
-    assert capsys.readouterr().out.splitlines()[-1] == f"hooks within limits: prefill {side}; decode {side}"
+    side = (
+        "31 us per idle step, 250 us per request, {} times that when it is pulled, 90 us each with 24 at once"
+    )
+    told = f"hooks within limits: prefill {side.format('1.00')}; decode {side.format('0.75')}"
+    assert capsys.readouterr().out.splitlines()[-1] == told
 
 
 def test_an_idle_steps_hooks_stand_in_a_table_of_their_own(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvferry.connector import hook_costs
+from kvferry.connector import hook_costs, hook_engine
 from kvferry.connector.connector import FerryConnector
 from kvferry.connector.hook_costs import BenchError, Options, Report, measure
 from kvferry.connector.hook_engine import NO_COST, Cost, Meter, engine_pair
@@ -18,6 +18,7 @@ from tests.support.memory_agents import agents_in_memory
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from kvferry.agent.agent import Agent
     from kvferry.host.orders import StepOrders
 
 SMALL = Options(requests=3, blocks=8, repeats=1, sizes=(4, 12))
@@ -63,7 +64,7 @@ def count_of(report: Report, side: str, name: str) -> int:
 
 
 def test_a_repeat_calls_every_hook_for_every_request_and_step(report: Report) -> None:
-    requests = 1 + len(SMALL.sizes) + SMALL.requests + hook_costs.ADVANCING
+    requests = 1 + 1 + len(SMALL.sizes) + SMALL.requests + hook_costs.ADVANCING
     for side in ("prefill", "decode"):
         assert [count_of(report, side, name) for name in REQUEST_HOOKS] == [requests] * len(REQUEST_HOOKS)
         steps = {count_of(report, side, name) for name in (*WORKER_HOOKS, *SCHEDULER_HOOKS)}
@@ -84,7 +85,25 @@ def test_what_is_promised_has_a_figure_with_its_limit(report: Report) -> None:
         "prefill, request, end of prefill",
         "decode, request, whole life",
     }
+    assert set(report.pull_ratios) == {"prefill", "decode"}
     assert report.repeats == 1
+
+
+@pytest.mark.usefixtures("short")
+def test_a_pulled_request_is_one_that_the_decode_engine_reads() -> None:
+    """Its cost is compared with a pushed one's; a bench that pushes both would never find a difference."""
+    agents: list[Agent] = []
+    make = agents_in_memory()
+
+    def kept(*arguments: Any) -> Agent:
+        agents.append(make(*arguments))
+        return agents[-1]
+
+    repeats = 1 + hook_costs.WARM_UPS
+    measure(SMALL, make_agent=kept)
+    pulled = SMALL.blocks * hook_engine.BLOCK_TOKENS * hook_engine.LAYERS * hook_engine.CONTENT_BYTES
+    read = [agent.snapshot()["bytes_read"] for agent in agents]
+    assert read == [0, repeats * pulled]
 
 
 def test_an_idle_step_is_told_hook_by_hook_and_a_request_by_its_size(report: Report) -> None:
@@ -129,6 +148,7 @@ def test_each_limit_that_does_not_hold_is_named(monkeypatch: pytest.MonkeyPatch)
         assert f"{side}, request, whole life, 3 at once: " in problems
         assert f"{side}, request, 12 blocks: " in problems
         assert f"{side}, request, whole life: 3 at once cost " in problems
+        assert f"{side}: a pulled request costs " in problems
     assert "prefill, step, 16 prefills advance by a chunk: " in problems
     assert "prefill, request, end of prefill: 3 at once cost " in problems
 
