@@ -61,7 +61,7 @@ def setting_defaults() -> dict[str, str]:
     settings = read_settings({}, environment={})
     limits = {key: getattr(settings.limits, field) for key, field in LIMIT_KEYS.items()}
     own = {key: getattr(settings, key) for key in KNOWN_KEYS if hasattr(settings, key)}
-    special = {"transfer_mode": "push", "allowed_modes": "push", "test_corrupt_block": None}
+    special = {"transfer_mode": "push", "allowed_modes": "push,pull", "test_corrupt_block": None}
     # It follows the other host, which is what the table says.
     special["advertise_host"] = "side_channel_host"
     return {key: written(value) for key, value in (limits | own | special).items()}
