@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli.tinymodel import Shape, write_model
-from tests.support.live import Live, live, make_deployment
+from tests.support.live import Live, live, make_deployment, one_more_router
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +24,10 @@ def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
     """One prefill engine, one decode engine, the router, and a reference engine."""
     with live(make_deployment(model, tmp_path_factory.mktemp("logs"))) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def pull_router(engines: Live) -> Iterator[str]:
+    """Another router over the same engines: it has everything pulled."""
+    with one_more_router(engines, "router-pull", "--transfer-mode", "pull") as url:
+        yield url

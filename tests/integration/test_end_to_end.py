@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import uuid
+from typing import Any
 
 import pytest
 
@@ -25,6 +27,7 @@ def counters(engines: Live) -> dict[str, float]:
         "pushed": sample(prefill, BYTES),
         "early": sample(prefill, EARLY),
         "received": sample(decode, BYTES),
+        "read": sample(decode, BYTES, mode="pull"),
         "computed by D": sample(decode, PROMPT_TOKENS, source="local_compute"),
         "completed": sample(decode, "kvferry_transfers_total", outcome="completed"),
     }
@@ -56,25 +59,44 @@ def test_answers_equal_and_bytes_agree(engines: Live, tokens: int) -> None:
         assert news["early"] >= news["pushed"] / 2, "half of the bytes leave before prefill ends"
 
 
-def test_one_token_prompt_moves_nothing(engines: Live) -> None:
+@pytest.mark.parametrize("tokens", [2, BLOCK_TOKENS, BLOCK_TOKENS + 1, 2500])
+def test_pulled_answers_equal_and_bytes_agree(engines: Live, pull_router: str, tokens: int) -> None:
+    """P56: the same where D reads; P writes nothing."""
+    prompt = engines.prompt(tokens)
+    before = counters(engines)
+
+    async def both(client: Client) -> None:
+        body = completion(prompt, 16)
+        assert await client.tokens(pull_router, body) == await client.tokens(engines.reference, body)
+
+    run(both)
+    engines.assert_empty()
+    news = moved(engines, before)
+    assert news["read"] == news["received"] == -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS * TOKEN_BYTES
+    assert news["pushed"] == 0
+    assert news["computed by D"] <= 1
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_one_token_prompt_moves_nothing(engines: Live, pull_router: str, mode: str) -> None:
     """P56: nothing to transfer, and still an answer and no lease left."""
     prompt = engines.prompt(1)
+    router = pull_router if mode == "pull" else engines.endpoints.router
 
     async def both(client: Client) -> None:
         body = completion(prompt, 8)
-        assert await client.tokens(engines.endpoints.router, body) == await client.tokens(
-            engines.reference, body
-        )
+        assert await client.tokens(router, body) == await client.tokens(engines.reference, body)
 
     run(both)
     engines.assert_empty()
 
 
-def test_chat_stream_list_and_n(engines: Live) -> None:
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_chat_stream_list_and_n(engines: Live, pull_router: str, mode: str) -> None:
     """P19, P20: n=2 and a list of prompts: every choice is the reference's, each prompt paired to itself."""
+    router, reference = pull_router if mode == "pull" else engines.endpoints.router, engines.reference
 
     async def work(client: Client) -> None:
-        router, reference = engines.endpoints.router, engines.reference
         prompts = [engines.prompt(length) for length in (3, 130, 700)]
         listed = completion(prompts)
         assert await client.tokens(router, listed) == await client.tokens(reference, listed)
@@ -115,6 +137,90 @@ def legs(
         completion(prompt, 1, kv_transfer_params=prefill),
         completion(prompt, max_tokens, kv_transfer_params=decode),
     )
+
+
+FIRST_LEG: dict[str, object] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_a_proxy_made_for_vllms_connectors(engines: Live, mode: str, path: str) -> None:
+    """P20: prefill, then decode with the answer as it is; no `transfer_id`, eight requests at a time.
+
+    `transfer_mode` in the first leg stands for the setting of an engine that is there for such proxies.
+    """
+    texts = [" ".join(["vuni lanu paku puju"] * count) for count in range(3, 83, 10)]
+
+    async def through_proxy(client: Client, body: dict[str, Any]) -> dict[str, Any]:
+        name = str(uuid.uuid4())
+        leg = body | {"max_tokens": 1, "stream": False}
+        leg["kv_transfer_params"] = FIRST_LEG | {"transfer_mode": mode}
+        answer = await client.post(engines.prefill, leg, path, X_Request_Id=name)
+        params = answer["kv_transfer_params"]
+        assert (params["transfer_mode"], params["do_remote_prefill"]) == (mode, True)
+        return await client.post(
+            engines.decode, body | {"kv_transfer_params": params}, path, X_Request_Id=name
+        )
+
+    async def both(client: Client, text: str) -> None:
+        content = (
+            {"prompt": text}
+            if path == "/v1/completions"
+            else {"messages": [{"role": "user", "content": text}]}
+        )
+        body = {"model": "tiny", "max_tokens": 8, "temperature": 0, **content}
+        found = await asyncio.gather(through_proxy(client, body), client.post(engines.reference, body, path))
+        ours, theirs = (
+            [choice.get("text") or choice["message"]["content"] for choice in a["choices"]] for a in found
+        )
+        assert ours == theirs
+
+    async def work(client: Client) -> None:
+        await asyncio.gather(*(both(client, text) for text in texts))
+
+    before = counters(engines)
+    run(work)
+    engines.assert_empty()
+    news = moved(engines, before)
+    assert news["completed"] == len(texts)
+    assert (news["read"] > 0) is (mode == "pull")
+
+
+def test_a_reference_that_nobody_has_given_out_is_computed_at_once(engines: Live) -> None:
+    """V01, P14: it names blocks that P holds for another request; nothing is read of them."""
+    prompt, other = engines.prompt(300), engines.prompt(300)
+
+    async def work(client: Client) -> None:
+        prefill_leg, _ = legs(engines, other)
+        held = (await client.post(engines.prefill, prefill_leg))["kv_transfer_params"]
+        forged = held | {
+            "transfer_id": "guessed-by-somebody",
+            "transfer_mode": "pull",
+            "remote_block_ids": [[1, 2]],
+        }
+        expected = await client.tokens(engines.reference, completion(prompt))
+        assert await client.tokens(engines.decode, completion(prompt, kv_transfer_params=forged)) == expected
+        expected = await client.tokens(engines.reference, completion(other))
+        assert await client.tokens(engines.decode, completion(other, kv_transfer_params=held)) == expected
+
+    before = counters(engines)
+    refused = engines.metric(
+        engines.decode, "kvferry_transfers_total", mode="pull", reason="unknown_transfer"
+    )
+    run(work)
+    engines.assert_empty()
+    assert moved(engines, before)["read"] == 0
+    counted = engines.metric(
+        engines.decode, "kvferry_transfers_total", mode="pull", reason="unknown_transfer"
+    )
+    assert counted == refused + 1
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
@@ -193,10 +299,10 @@ def test_missing_and_mistyped_keys_are_that_requests_error(engines: Live) -> Non
                 assert status == 400, answer
                 assert "transfer_id" in answer["error"]["message"]
                 assert "x" * 300 not in answer["error"]["message"], "the id is a secret"
-        pull = {"kv_transfer_params": prefill_leg["kv_transfer_params"] | {"transfer_mode": "pull"}}  # type: ignore[operator]
-        status, answer = await client.attempt(engines.prefill, prefill_leg | pull)
+        shove = {"kv_transfer_params": prefill_leg["kv_transfer_params"] | {"transfer_mode": "shove"}}  # type: ignore[operator]
+        status, answer = await client.attempt(engines.prefill, prefill_leg | shove)
         assert status == 400
-        assert "push" in answer["error"]["message"]
+        assert "transfer_mode" in answer["error"]["message"]
         for url in (engines.prefill, engines.decode):
             await client.post(url, completion(engines.prompt(5)))
 

@@ -12,8 +12,8 @@ from tests.support.live import Client, Live, completion, make_deployment, one_mo
 CLOCK_TICKS = 100
 
 
-def test_mixed_requests_with_disconnects(engines: Live) -> None:
-    """P02, P16, P63: 200 requests at concurrency 16, some clients leave; all answers right, no leak."""
+def test_mixed_requests_with_disconnects(engines: Live, pull_router: str) -> None:
+    """P02, P16, P63: 200 requests at concurrency 16, pushed or pulled, some clients leave; no leak."""
     chance = random.Random(11)
     stems = [engines.prompt(600) for _ in range(4)]
     bodies = []
@@ -25,10 +25,11 @@ def test_mixed_requests_with_disconnects(engines: Live) -> None:
 
     async def one(client: Client, body: dict[str, object]) -> str:
         async with gate:
+            router = chance.choice((engines.endpoints.router, pull_router))
             if chance.random() < 0.25:
-                left = await client.abandon(engines.endpoints.router, body, chance.random() * 2.0)
+                left = await client.abandon(router, body, chance.random() * 2.0)
                 return "left" if left else "answered"
-            answer = await client.tokens(engines.endpoints.router, body)
+            answer = await client.tokens(router, body)
         expected = await client.tokens(engines.reference, body)
         return "equal" if answer == expected else f"{answer} instead of {expected}"
 
@@ -39,6 +40,9 @@ def test_mixed_requests_with_disconnects(engines: Live) -> None:
     assert set(outcomes) <= {"equal", "left", "answered"}, outcomes
     assert outcomes.count("equal") > 100
     assert outcomes.count("left") > 10
+    for mode in ("push", "pull"):
+        done = engines.metric(engines.decode, "kvferry_transfers_total", mode=mode, outcome="completed")
+        assert done > 30, mode
     engines.assert_empty()
 
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import aiohttp
 
-from kvferry.cli.engines import Deployment, Endpoints, bring_up, engine_specs
+from kvferry.cli.engines import Deployment, Endpoints, bring_up, engine_specs, router_spec
 from kvferry.cli.fleet import Fleet
+from kvferry.cli.ports import free_ports
 from kvferry.cli.processes import ServerProcess
 from kvferry.cli.requests import fetch
 
@@ -145,6 +146,18 @@ def one_more_engine(deployment: Deployment, name: str) -> Iterator[str]:
         yield spec.url
 
 
+@contextmanager
+def one_more_router(engines: Live, name: str, *arguments: str) -> Iterator[str]:
+    """Start another router over the engines of a running fleet, with more arguments."""
+    deployment = replace(engines.deployment, router_arguments=arguments)
+    ends = engines.endpoints
+    spec = router_spec(deployment, ends.prefill, ends.decode, free_ports(1)[0])
+    with Fleet(report=print) as fleet:
+        fleet.start([replace(spec, name=name, log=deployment.logs / f"{name}.log")])
+        fleet.wait_ready(STARTUP_SECONDS)
+        yield spec.url
+
+
 def sample(text: str, name: str, **labels: str) -> float:
     """The sum of the samples of one metric name that carry these labels."""
     total = 0.0
@@ -180,17 +193,20 @@ class Client:
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self.session = session
 
-    async def post(self, url: str, body: Params, path: str = "/v1/completions") -> dict[str, Any]:
+    async def post(
+        self, url: str, body: Params, path: str = "/v1/completions", **headers: str
+    ) -> dict[str, Any]:
         """The answer's body; another status than 200 fails the test."""
-        status, answer = await self.attempt(url, body, path)
+        status, answer = await self.attempt(url, body, path, **headers)
         assert status == 200, (status, answer)
         return answer
 
     async def attempt(
-        self, url: str, body: Params, path: str = "/v1/completions"
+        self, url: str, body: Params, path: str = "/v1/completions", **headers: str
     ) -> tuple[int, dict[str, Any]]:
-        """Status and body."""
-        async with self.session.post(url + path, json=body) as response:
+        """Status and body; headers are written with `_` for `-`."""
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with self.session.post(url + path, json=body, headers=sent) as response:
             text = await response.text()
         return response.status, json.loads(text)
 
