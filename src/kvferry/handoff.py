@@ -190,8 +190,11 @@ def paired_by_request_id(request_id: str) -> TransferId:
 
 
 def _paired_by_answer(reader: _Reader) -> TransferId | None:
-    """The key that the producer made of its own id of the request, of which its answer tells."""
-    request_id = reader.text("remote_request_id")
+    """The key that the producer made of its own id of the request, if its answer tells that.
+
+    Before it has answered, who sends both legs at once can only guess that id.
+    """
+    request_id = reader.text("remote_request_id") if reader.tokens() else None
     return None if request_id is None else paired_by_request_id(request_id)
 
 

@@ -109,6 +109,15 @@ def test_a_producers_own_id_pairs_where_the_proxy_lets_each_engine_name_its_requ
     assert minted.transfer == "transfer-one"
 
 
+def test_an_id_that_a_proxy_has_guessed_pairs_nothing() -> None:
+    """Both legs at once: `x-deadbeef` is what a client wrote, and loses nothing here."""
+    at_p = engine_id("chatcmpl", "x-deadbeef", None, "0a1b2c3d")
+    consuming = parse_request(P_ENGINE.to_params() | {"remote_request_id": "chatcmpl-x-deadbeef"})
+    assert consuming is not None
+    at_d = engine_id("chatcmpl", "x-deadbeef", None, "ffffffff")
+    assert key(consuming, at_d) == paired_by_request_id(at_p)
+
+
 def test_the_next_turns_prefill_leg_is_the_decode_engines_answer() -> None:
     """KV that flows back: such a proxy sends the answer of one turn as the params of the next."""
     source = SourceParams(engine=EngineId("d"), host="10.0.0.2", port=5600)
