@@ -227,10 +227,10 @@ class Pair:
         prefill.frontier = frontier
         self._command_producers(Advance(name, frontier, first, (spans(prefill.blocks[first:wanted]),)))
 
-    def finish(self, transfer: str) -> None:
+    def finish(self, transfer: str, keep_seconds: float | None = None) -> None:
         """Prefill ended normally."""
         self.prefills[TransferId(transfer)].ended = True
-        self._command_producers(Finish(TransferId(transfer)))
+        self._command_producers(Finish(TransferId(transfer), keep_seconds))
 
     def abandon(self, transfer: str, reason: str = "abandoned: client left") -> None:
         """Prefill broke off."""
@@ -279,6 +279,7 @@ class Pair:
         mode: TransferMode = "push",
         *,
         patient: bool = True,
+        recent: bool = False,
     ) -> Decode:
         """Allocate memory for tokens `[start, stop)` and wait for them."""
         name = (PeerName(at), TransferId(transfer), ConsumerId(consumer))
@@ -286,7 +287,7 @@ class Pair:
         blocks = self.pools[name[0]].take(count, name)
         self._spoil(name[0], blocks)
         decode = self.decodes[name] = Decode(start, stop, blocks)
-        command = Receive(name[1], name[2], SOURCE, start, stop, (spans(blocks),), mode, patient)
+        command = Receive(name[1], name[2], SOURCE, start, stop, (spans(blocks),), mode, patient, recent)
         self.consumers[name[0]].handle_command(command, self.now)
         row = self.consumers[name[0]].state.rows.get(name[1:])
         decode.attempt = 0 if row is None else row.attempt

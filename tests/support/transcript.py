@@ -94,8 +94,8 @@ class _Stage:
     def _do_compute(self, transfer: str, frontier: int) -> None:
         self._world.compute(transfer, frontier)
 
-    def _do_finish(self, transfer: str) -> None:
-        self._world.finish(transfer)
+    def _do_finish(self, transfer: str, keep: float | None = None) -> None:
+        self._world.finish(transfer, keep)
 
     def _do_abandon(self, transfer: str, reason: str) -> None:
         self._world.abandon(transfer, reason)
@@ -118,9 +118,12 @@ class _Stage:
         at: str = "d0",
         mode: TransferMode = "push",
         patient: int = 1,
+        recent: int = 0,
     ) -> None:
         pair = self._world
-        blocks = pair.receive(transfer, stop, start, consumer, at, mode, patient=bool(patient)).blocks
+        blocks = pair.receive(
+            transfer, stop, start, consumer, at, mode, patient=bool(patient), recent=bool(recent)
+        ).blocks
         self._lines.insert(0, f"  {at} allocates {blocks}")
 
     def _do_withdraw(

@@ -70,9 +70,13 @@ class Advance(Command, frozen=True):
 
 
 class Finish(Command, frozen=True):
-    """Prefill ended normally; the blocks stay leased until `Released`."""
+    """Prefill ended normally; the blocks stay leased until `Released`.
+
+    `keep_seconds`: how long the lease is while nobody has come; None for that of the limits.
+    """
 
     transfer: TransferId
+    keep_seconds: float | None = None
 
 
 class Abandon(Command, frozen=True):
@@ -114,7 +118,8 @@ class Receive(Command, frozen=True):
     """Destination memory for tokens `[start, stop)` is allocated. `groups` cover exactly that range.
 
     `mode` says who moves the bytes: `push` has the producer write them, with `pull` we read them. A reader
-    that is not `patient` knows that prefill has ended: a producer that does not know of it never will.
+    that is not `patient` knows that prefill has ended: a producer that does not know of it never will. One
+    that is `recent` has heard of the transfer just now: its producer may not have been told yet.
     """
 
     transfer: TransferId
@@ -125,6 +130,7 @@ class Receive(Command, frozen=True):
     groups: Groups
     mode: TransferMode = "push"
     patient: bool = True
+    recent: bool = False
 
 
 class Withdraw(Command, frozen=True):

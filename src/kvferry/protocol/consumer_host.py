@@ -62,7 +62,7 @@ def receive(state: ConsumerState, command: Receive, now: float) -> None:
         row = state.open_row(command.transfer, command.consumer, command.source)
     row.state = RECEPTION.next(row.state, ReceptionEvent.RECEIVE)
     row.start, row.stop, row.groups = command.start, command.stop, command.groups
-    row.mode, row.patient = command.mode, command.patient
+    row.mode, row.patient, row.recent = command.mode, command.patient, command.recent
     row.block_count = tuple(sum(count for _, count in spans) for spans in command.groups)
     row.waiting_since = now
     if row.reason:

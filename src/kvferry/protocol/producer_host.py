@@ -101,8 +101,9 @@ def finish(state: ProducerState, command: Finish, now: float) -> None:
         _give_up(state, row, because(INCOMPLETE, detail), now)
         return
     row.state = SOURCE.next(row.state, SourceEvent.FINISH)
-    row.held_until = now + max(state.limits.held_seconds, state.limits.lease_seconds)
-    row.lease_until = max(row.lease_until, now + state.limits.lease_seconds)
+    seconds = state.limits.lease_seconds if command.keep_seconds is None else command.keep_seconds
+    row.held_until = now + max(state.limits.held_seconds, state.limits.lease_seconds, seconds)
+    row.lease_until = max(row.lease_until, now + seconds)
     state.timers.set(("lease", row.transfer), row.lease_until)
     loans.offer_all(state, row)
     settle.settle(state, row, now)

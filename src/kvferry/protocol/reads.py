@@ -102,7 +102,8 @@ def stands(
     What answers our question itself is not due to one that was lost.
     """
     if asked is None:
-        if part.state is PartState.ASKED and entry.state == "unknown" and not row.patient:
+        asked_in_vain = part.state is PartState.ASKED and entry.state == "unknown"
+        if asked_in_vain and not row.is_waited_for(state.limits, now):
             fences.fail(state, row, UNKNOWN, now)
         return
     reading = part.reading

@@ -108,6 +108,8 @@ class Reception:
     """Who moves the bytes; known when the destination is."""
     patient: bool = True
     """Whether the prefill leg may still be on its way."""
+    recent: bool = False
+    """Whether the producer may not have been told of the transfer yet."""
     parts: dict[PeerName, Part] | None = None
     start: int = 0
     stop: int = 0
@@ -123,6 +125,10 @@ class Reception:
     @property
     def key(self) -> ReceptionKey:
         return (self.transfer, self.consumer)
+
+    def is_waited_for(self, limits: Limits, now: float) -> bool:
+        """Whether a producer that does not know of the transfer may be told of it yet."""
+        return self.patient or (self.recent and now < self.waiting_since + limits.renew_seconds)
 
     def asked_of(self, part: Part) -> tuple[int, Groups]:
         """Where the range ends that a rank has for us, and our blocks of it."""
