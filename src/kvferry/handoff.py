@@ -34,7 +34,13 @@ RANKS_MAX = 1024
 CONSUMERS_MAX = 128
 TOKENS_MAX = 1 << 31
 LEASE_SECONDS_MAX = 86_400.0
+PREFIXES_MAX = 32
 TRANSFER_ID_PATTERN = re.compile(r"[0-9A-Za-z_.:-]{8,256}")
+DIGEST_PATTERN = re.compile(r"[0-9a-f]{32}")
+HELD_OF_KEY = "held_of"
+"""Of a probe: the transfer of a decode leg; what the engine keeps of its request is told besides."""
+HOLDS_KEY = "holds"
+"""Of the answer to such a probe: whether the engine keeps anything after a turn at all."""
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 _CHILD = re.compile(r"^\d+_")
 
@@ -102,6 +108,13 @@ class DecodeParams(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class Prefix(msgspec.Struct, frozen=True):
+    """The digest of a request's first `tokens` tokens, by which another engine compares them with its own."""
+
+    tokens: int
+    digest: str
+
+
 class HeldParams(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine keeps of a request that it has decoded: the first `tokens` tokens, under `transfer`.
 
@@ -115,6 +128,8 @@ class HeldParams(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     lease_seconds: float | None = None
     """How long it is kept from the answer on."""
+    prefixes: tuple[Prefix, ...] = ()
+    """Digests of some of its beginnings; what none of them covers is nobody's to use."""
 
     def to_params(self) -> dict[str, Any]:
         """The dictionary that travels as `kv_transfer_params`."""
@@ -124,7 +139,8 @@ class HeldParams(msgspec.Struct, frozen=True, kw_only=True):
             "remote_transfer_id": self.transfer,
             "remote_num_tokens": self.tokens,
         }
-        return params | _optional(remote_lease_seconds=self.lease_seconds)
+        told = [[prefix.tokens, prefix.digest] for prefix in self.prefixes]
+        return params | _optional(remote_lease_seconds=self.lease_seconds, remote_prefixes=told or None)
 
 
 def parse_request(params: object) -> PrefillParams | DecodeParams | None:
@@ -177,6 +193,15 @@ def parse_held(params: object) -> HeldParams | None:
     return _held(reader) if reader.flag("do_remote_decode") else None
 
 
+def parse_held_of(params: object) -> TransferId | None:
+    """The transfer of the decode leg that a probe asks about; None when it asks for coordinates alone.
+
+    Raises:
+        HandoffError: the key has a wrong type.
+    """
+    return _Reader(params).transfer(HELD_OF_KEY)
+
+
 def paired_by_request_id(request_id: str) -> TransferId:
     """The key that pairs two legs without a `transfer_id`: what the engines made of one `X-Request-Id`.
 
@@ -220,7 +245,13 @@ def _held(reader: _Reader) -> HeldParams | None:
     if transfer is None:
         transfer = paired_by_request_id(reader.required_text("remote_request_id"))
     source = msgspec.structs.replace(_source(reader), mode=None)
-    return HeldParams(source=source, transfer=transfer, tokens=tokens, lease_seconds=reader.lease_seconds())
+    return HeldParams(
+        source=source,
+        transfer=transfer,
+        tokens=tokens,
+        lease_seconds=reader.lease_seconds(),
+        prefixes=reader.prefixes(),
+    )
 
 
 def _optional(**values: object) -> dict[str, Any]:
@@ -293,6 +324,15 @@ class _Reader:
             )
         return float(value)
 
+    def prefixes(self) -> tuple[Prefix, ...]:
+        key = "remote_prefixes"
+        value = self._params.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list | tuple) or len(value) > PREFIXES_MAX:
+            raise HandoffError(key, f"must be a list of at most {PREFIXES_MAX} pairs, not {_shown(value)}")
+        return tuple(_prefix(key, pair) for pair in value)
+
     def transfer(self, key: str) -> TransferId | None:
         value = self.text(key)
         if value is None:
@@ -311,6 +351,16 @@ class _Reader:
         if value == "pull":
             return "pull"
         raise HandoffError("transfer_mode", f"must be 'push' or 'pull', not {_shown(value)}")
+
+
+def _prefix(key: str, pair: object) -> Prefix:
+    if isinstance(pair, list | tuple) and len(pair) == 2:
+        tokens, digest = pair
+        whole = isinstance(tokens, int) and not isinstance(tokens, bool) and 0 < tokens <= TOKENS_MAX
+        if whole and isinstance(digest, str) and DIGEST_PATTERN.fullmatch(digest):
+            return Prefix(tokens, digest)
+    problem = "must have pairs of a number of tokens and 32 hexadecimal digits"
+    raise HandoffError(key, f"{problem}, not {_shown(pair)}")
 
 
 def _shown(value: object) -> str:

@@ -11,6 +11,7 @@ from kvferry.errors import HandoffError
 from kvferry.handoff import (
     CONSUMERS_MAX,
     LEASE_SECONDS_MAX,
+    PREFIXES_MAX,
     RANKS_MAX,
     TEXT_CHARACTERS_MAX,
     TOKENS_MAX,
@@ -18,6 +19,7 @@ from kvferry.handoff import (
     DecodeParams,
     HeldParams,
     PrefillParams,
+    Prefix,
     SourceParams,
     paired_by_request_id,
     parse_held,
@@ -37,7 +39,13 @@ FULL = SourceParams(
     incarnation=Incarnation("i-1"),
     mode="pull",
 )
-HELD = HeldParams(source=SOURCE, transfer=TransferId("the-turn-before"), tokens=300, lease_seconds=60.0)
+HELD = HeldParams(
+    source=SOURCE,
+    transfer=TransferId("the-turn-before"),
+    tokens=300,
+    lease_seconds=60.0,
+    prefixes=(Prefix(160, "0f" * 16), Prefix(300, "a1" * 16)),
+)
 PREFILL = {"do_remote_decode": True, "transfer_id": SECRET}
 DECODE = {
     "do_remote_prefill": True,
@@ -128,6 +136,16 @@ def test_what_another_connector_holds_is_known_by_its_request_id() -> None:
         ("remote_lease_seconds", LEASE_SECONDS_MAX * 2),
         ("remote_host", None),
         ("remote_port", 0),
+        ("remote_prefixes", "0f" * 16),
+        ("remote_prefixes", [[1, "0f" * 16]] * (PREFIXES_MAX + 1)),
+        ("remote_prefixes", [[0, "0f" * 16]]),
+        ("remote_prefixes", [[True, "0f" * 16]]),
+        ("remote_prefixes", [[TOKENS_MAX + 1, "0f" * 16]]),
+        ("remote_prefixes", [[1, "0F" * 16]]),
+        ("remote_prefixes", [[1, "0f" * 16 + "\n"]]),
+        ("remote_prefixes", [[1, 7]]),
+        ("remote_prefixes", [[1]]),
+        ("remote_prefixes", [None]),
     ],
 )
 def test_what_is_wrong_with_a_history_is_named(key: str, value: object) -> None:
