@@ -204,17 +204,22 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """The engine ends a request."""
-        return self.scheduler.finish(request)
+        return self.scheduler.finish(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The engine ends a request: whether its blocks must be kept, and what its answer carries."""
-        return self.scheduler.finish(request)
+        return self.scheduler.finish(request, block_ids)
 
     def has_pending_block_frees(self) -> bool:
         """Whether waiting is better than preempting another request."""
-        return self.scheduler.producer.has_pending_frees()
+        return self.scheduler.has_pending_frees()
+
+    def reset_cache(self) -> bool | None:
+        """What is kept after turns is stale, as the prefix cache is: give it back."""
+        self.scheduler.holding.give_all_back()
+        return True
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must go on stepping for us."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -11,17 +12,23 @@ from kvferry.connector import stats
 from kvferry.connector.metadata import NO_ORDERS, FerryMetadata, Handshake, WorkerReport
 from kvferry.connector.stats import FerryStats
 from kvferry.errors import HandoffError
-from kvferry.handoff import DecodeParams, PrefillParams, SourceParams
+from kvferry.handoff import HOLDS_KEY, DecodeParams, HeldParams, PrefillParams, SourceParams, parse_held_of
 from kvferry.host.events import Ended, Event, PreemptAnswer, Quarantined, RequestId, Safe
 from kvferry.host.facts import EngineFacts
+from kvferry.host.histories import wanted_history
+from kvferry.host.holding import Holding, HoldLimits
+from kvferry.host.metrics import HISTORIES
 from kvferry.host.orders import Scheduled
 from kvferry.host.outcomes import Outcomes
 from kvferry.host.pins import BlockPool, Pins
+from kvferry.host.prefixes import TokenRequest
 from kvferry.host.requests import EngineRequest, is_probe, is_release, read_params
 from kvferry.host.scheduler_consumer import SchedulerConsumer, single_group
 from kvferry.host.scheduler_producer import HandedOver, SchedulerProducer
 from kvferry.host.settings import Settings
 from kvferry.host.starvation import Starvation
+from kvferry.host.wanted import whole_prompt
+from kvferry.ids import BlockId, TransferId
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +37,7 @@ _GAUGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (stats.IN_FLIGHT, ("held",)),
     (stats.IN_FLIGHT, ("receiving",)),
     (stats.QUARANTINED, ()),
+    (stats.HELD_BLOCKS, ()),
     (stats.READY, ()),
 )
 
@@ -79,14 +87,29 @@ class FerryScheduler:
         self._stirred = True
         """Whether something has happened since the last report that may have changed a statistic."""
         self._outcomes = Outcomes(facts, self._stats)
-        self._probes: set[RequestId] = set()
+        self._probes: dict[RequestId, TransferId | None] = {}
+        """Requests that only ask, and the decode leg that one asks about."""
         self.producer = SchedulerProducer(facts, self._pins)
         self.consumer = SchedulerConsumer(
             facts,
             self._pins,
             waiting_blocks_share=settings.waiting_blocks_share,
             quarantine_share=settings.quarantine_share,
+            recompute_tokens=settings.recompute_tokens,
         )
+        self.holding = Holding(
+            facts,
+            self._pins,
+            self._stats,
+            HoldLimits(
+                settings.hold_seconds,
+                int(facts.block_count * settings.held_blocks_share),
+                max(settings.recompute_tokens, 1),
+            ),
+            clock,
+            lambda: secrets.token_hex(16),
+        )
+        self._both_directions = settings.both_directions and facts.produces and facts.consumes
 
     def bind_pool(self, pool: BlockPool) -> None:
         """The engine's block pool exists now."""
@@ -110,7 +133,7 @@ class FerryScheduler:
             mode=self._settings.modes.default,
         )
 
-    def arrived(self, request: EngineRequest) -> None:
+    def arrived(self, request: TokenRequest) -> None:
         """A new request. Params that cannot be honoured are counted, and the request runs locally."""
         if not request.kv_transfer_params:
             return
@@ -121,7 +144,7 @@ class FerryScheduler:
             self._stats.count(stats.REFUSED_PARAMS, labels=(_label(error.field),))
             logger.warning("request %s is computed locally: %s", request.request_id, error)
 
-    def _admit(self, request: EngineRequest) -> None:
+    def _admit(self, request: TokenRequest) -> None:
         params = read_params(
             request.kv_transfer_params,
             produces=self._facts.produces,
@@ -130,25 +153,48 @@ class FerryScheduler:
         )
         if params is None:
             return
-        if isinstance(params, PrefillParams) and is_probe(request.kv_transfer_params):
-            self._probes.add(request.request_id)
-            return
-        if isinstance(params, PrefillParams) and is_release(request.kv_transfer_params):
-            self._probes.add(request.request_id)
-            if params.transfer is not None:
-                self.producer.release(params.transfer)
+        if isinstance(params, PrefillParams) and self._only_asks(request, params):
             return
         if params.transfer is None:
             self._stats.count(stats.LEGACY_PAIRINGS)
         if isinstance(params, DecodeParams):
-            if not self.consumer.announce(request, params):
+            if not self.consumer.announce(request, whole_prompt(request, params)):
                 self._outcomes.skipped("in_use", params.mode or "push")
+            elif self._both_directions:
+                self.holding.note(request, params)
         elif not self.producer.expect(request, params):
             problem = "or the request's own id is in use by another request; mint one id per dispatch"
             raise HandoffError("transfer_id", problem)
+        elif params.history is not None:
+            self._look_back(request, params, params.history)
 
-    def matched_tokens(self, request: EngineRequest, local_tokens: int) -> tuple[int | None, bool]:
+    def _only_asks(self, request: TokenRequest, params: PrefillParams) -> bool:
+        """Whether a prefill request wants nothing computed; what it wants is done or will be told."""
+        given = request.kv_transfer_params
+        if is_probe(given):
+            self._probes[request.request_id] = parse_held_of(given)
+            return True
+        if is_release(given):
+            self._probes[request.request_id] = None
+            if params.transfer is not None:
+                self.producer.release(params.transfer)
+            return True
+        return False
+
+    def _look_back(self, request: TokenRequest, params: PrefillParams, held: HeldParams) -> None:
+        """A decode engine keeps the turn before: receive of it what is this prompt's beginning."""
+        if not self._both_directions:
+            self._stats.count(HISTORIES, labels=("off",))
+            return
+        wanted = wanted_history(request, held, params.mode or "push", self._facts)
+        announced = self.consumer.announce(request, wanted)
+        if not (wanted.stop and announced):
+            self._stats.count(HISTORIES, labels=("in_use" if wanted.stop else "other_tokens",))
+
+    def matched_tokens(self, request: TokenRequest, local_tokens: int) -> tuple[int | None, bool]:
         """vLLM's `get_num_new_matched_tokens`."""
+        if self.holding.blocks:
+            self.holding.make_way(self._facts.blocks(request.num_tokens) - self._facts.blocks(local_tokens))
         if not self.consumer:
             return 0, False
         wanted = self.consumer.wanted_tokens(request, local_tokens)
@@ -160,8 +206,12 @@ class FerryScheduler:
             return
         self._stirred = True
         target = single_group(blocks) if external_tokens > 0 else []
-        if not self.consumer.allocated(request, target, external_tokens):
-            self._outcomes.skipped("prefix_hit", self.consumer.mode_of(request.request_id))
+        asked = self.consumer.allocated(request, target, external_tokens)
+        wanted = self.consumer.wanted_by(request.request_id)
+        if wanted is not None and wanted.is_history:
+            self._stats.count(HISTORIES, labels=("asked" if asked else "computed",))
+        elif wanted is not None and not asked:
+            self._outcomes.skipped("prefix_hit", wanted.mode)
 
     def plan(self, step: Any) -> FerryMetadata:
         """vLLM's `build_connector_meta`."""
@@ -170,26 +220,43 @@ class FerryScheduler:
             self._starvation.is_over()
         elif self._starvation.is_due(self._clock(), stuck=True) and not self.consumer.relinquish():
             self.producer.reclaim()
-        if not (self.consumer.has_commands or self.producer.has_orders):
+        if not (self.consumer.has_commands or self.producer.has_orders or self.holding.has_orders):
             return NO_ORDERS
         metadata = FerryMetadata(commands=self.consumer.take_commands())
         computes_ours = self.producer.has_any_of(step.num_scheduled_tokens.keys())
         scheduled = _scheduled(step, self.producer.is_ours) if computes_ours else ()
         self.producer.plan(scheduled, step.preempted_req_ids or (), metadata)
+        self.holding.plan(metadata)
         return NO_ORDERS if metadata.is_empty else metadata
 
-    def finish(self, request: EngineRequest) -> tuple[bool, dict[str, Any] | None]:
+    def finish(
+        self, request: TokenRequest, blocks: tuple[list[BlockId], ...] = ()
+    ) -> tuple[bool, dict[str, Any] | None]:
         """vLLM's `request_finished_all_groups`: whether to keep the blocks, and the answer's params."""
         self._stirred = True
         name = request.request_id
         if name in self._probes:
-            self._probes.discard(name)
-            return False, self._answer(request, None)
-        mode = self.consumer.mode_of(name)
-        if not self.consumer.finish(request):
-            self._outcomes.skipped("not_admitted", mode)
+            return False, self._told(request, self._probes.pop(name))
+        wanted = self.consumer.wanted_by(name)
+        if not self.consumer.finish(request) and wanted is not None:
+            if wanted.is_history:
+                self._stats.count(HISTORIES, labels=("not_admitted",))
+            else:
+                self._outcomes.skipped("not_admitted", wanted.mode)
         keep, held = self.producer.finish(request)
-        return keep, None if held is None else self._answer(request, held)
+        if held is not None:
+            return keep, self._answer(request, held)
+        kept = self.holding.finish(request, blocks[0], self._source) if len(blocks) == 1 else None
+        return keep, None if kept is None else _kept(request.request_id, kept)
+
+    def _told(self, request: EngineRequest, origin: TransferId | None) -> dict[str, Any] | None:
+        """The answer of a request that only asks: who we are, and what we keep of a decode leg's request."""
+        answer = self._answer(request, None)
+        if answer is None or origin is None:
+            return answer
+        kept = self.holding.kept_of(origin)
+        told = {} if kept is None else _kept(request.request_id, kept)
+        return answer | told | {HOLDS_KEY: self._both_directions}
 
     def _answer(self, request: EngineRequest, held: HandedOver | None) -> dict[str, Any] | None:
         """`held` is None for one who only wants to know who we are."""
@@ -222,9 +289,12 @@ class FerryScheduler:
             self.producer.released(output.finished_sending)
 
     def _handle(self, event: Event) -> None:
-        if isinstance(event, Ended):
+        if isinstance(event, Ended) and event.held:
+            self.holding.rank_ended(event)
+        elif isinstance(event, Ended):
             self._outcomes.add(event)
-            self.producer.rank_ended(event.rank, event.request)
+            if event.sending:
+                self.producer.rank_ended(event.rank, event.request)
         elif isinstance(event, Quarantined):
             self.consumer.quarantined(event)
         elif isinstance(event, Safe):
@@ -232,10 +302,14 @@ class FerryScheduler:
         elif isinstance(event, PreemptAnswer):
             self.producer.answered(event)
 
+    def has_pending_frees(self) -> bool:
+        """vLLM's `has_pending_block_frees`: asked when a running request finds no block."""
+        return self.producer.has_pending_frees() or self.holding.is_giving_back()
+
     @property
     def needs_steps(self) -> bool:
         """vLLM's `has_pending_push_work`: the engine shall step until blocks that we hold have come back."""
-        return self.producer.needs_steps or self.consumer.needs_steps
+        return self.producer.needs_steps or self.consumer.needs_steps or self.holding.needs_steps
 
     def take_stats(self) -> FerryStats | None:
         """What has changed since the last call."""
@@ -261,6 +335,7 @@ class FerryScheduler:
             held,
             self.consumer.receiving_count,
             self.producer.quarantined_blocks + self.consumer.quarantined_blocks,
+            self.holding.blocks,
             int(self.consumer.ready),
         )
 
@@ -269,6 +344,11 @@ class FerryScheduler:
         if self._directory is not None:
             self._directory.close()
             self._directory = None
+
+
+def _kept(name: RequestId, kept: HeldParams) -> dict[str, Any]:
+    """What is told of something kept, with the keys that routers for vLLM's own connectors pass on."""
+    return kept.to_params() | {"remote_request_id": name, "remote_block_ids": []}
 
 
 def _label(field: str) -> str:

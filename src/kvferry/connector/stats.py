@@ -12,7 +12,16 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvferry.host.metrics import BYTES, BYTES_EARLY, HANDOVER, LOST_TOKENS, TRANSFERS, WRITE
+from kvferry.host.metrics import (
+    BYTES,
+    BYTES_EARLY,
+    HANDOVER,
+    HISTORIES,
+    HOLDS,
+    LOST_TOKENS,
+    TRANSFERS,
+    WRITE,
+)
 
 COUNTERS = "counters"
 OBSERVATIONS = "observations"
@@ -23,6 +32,7 @@ REFUSED_PARAMS = "kvferry_refused_params"
 IN_FLIGHT = "kvferry_transfers_in_flight"
 QUARANTINED = "kvferry_quarantined_blocks"
 READY = "kvferry_ready"
+HELD_BLOCKS = "kvferry_held_blocks"
 
 COUNTER_LABELS: dict[str, tuple[str, ...]] = {
     TRANSFERS: ("mode", "outcome", "reason"),
@@ -31,8 +41,15 @@ COUNTER_LABELS: dict[str, tuple[str, ...]] = {
     LOST_TOKENS: (),
     LEGACY_PAIRINGS: (),
     REFUSED_PARAMS: ("field",),
+    HOLDS: ("outcome",),
+    HISTORIES: ("outcome",),
 }
-GAUGE_LABELS: dict[str, tuple[str, ...]] = {IN_FLIGHT: ("state",), QUARANTINED: (), READY: ()}
+GAUGE_LABELS: dict[str, tuple[str, ...]] = {
+    IN_FLIGHT: ("state",),
+    QUARANTINED: (),
+    READY: (),
+    HELD_BLOCKS: (),
+}
 _HISTOGRAMS = (HANDOVER, WRITE)
 _SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _HELP = {
@@ -46,6 +63,9 @@ _HELP = {
     WRITE: "From the registration of a destination until its last byte had arrived.",
     IN_FLIGHT: "Transfers by state: sending, held (prefill has ended), receiving.",
     QUARANTINED: "Blocks that nobody may have because a peer may still write or read them.",
+    HOLDS: "Turns that were kept for the next one, by how that ended.",
+    HISTORIES: "Prefill requests that came with what a decode engine keeps, by what became of it.",
+    HELD_BLOCKS: "Blocks that are kept after turns.",
     READY: "1 while quarantine leaves enough of the cache to admit remote KV.",
 }
 _SEPARATOR = "\x1f"

@@ -31,6 +31,10 @@ class Ended(msgspec.Struct, frozen=True):
     cancelled: bool = False
     mode: TransferMode = "push"
     """How the KV was moved, or was to be."""
+    sending: bool = False
+    """Whether this rank was the producer. A prefill that gets its history is both, one after the other."""
+    held: bool = False
+    """Whether it was what this engine keeps after a turn; `request` is then the hold's name."""
 
 
 class Quarantined(msgspec.Struct, frozen=True):

@@ -10,6 +10,8 @@ BYTES_EARLY = "kvferry_bytes_before_prefill_end"
 LOST_TOKENS = "kvferry_lost_tokens"
 HANDOVER = "kvferry_handover_seconds"
 WRITE = "kvferry_transfer_write_seconds"
+HOLDS = "kvferry_holds"
+HISTORIES = "kvferry_histories"
 
 
 class Counts(Protocol):

@@ -16,12 +16,14 @@ from kvferry.protocol.commands import Advance, Command, Preempt
 
 
 class Sender(msgspec.Struct, frozen=True):
-    """A prefill request of this engine: the request behind an `Expect`."""
+    """A prefill request of this engine, or what it keeps of a turn: the request behind an `Expect`."""
 
     transfer: TransferId
     request: RequestId
     mode: TransferMode = "push"
     """What its consumers are expected to do; each may decide otherwise."""
+    held: bool = False
+    """Kept after a turn: no request of the engine waits for its end."""
 
 
 class Scheduled(msgspec.Struct, frozen=True):

@@ -20,7 +20,8 @@ class Outcomes:
     def __init__(self, facts: EngineFacts, counts: Counts) -> None:
         self._facts = facts
         self._counts = counts
-        self._ended: dict[RequestId, dict[int, Ended]] = {}
+        self._ended: dict[tuple[RequestId, bool], dict[int, Ended]] = {}
+        """By request and whether it was sent."""
 
     @property
     def open_count(self) -> int:
@@ -29,10 +30,11 @@ class Outcomes:
 
     def add(self, event: Ended) -> None:
         """A rank has reported the end of its part."""
-        ranks = self._ended.setdefault(event.request, {})
+        key = (event.request, event.sending)
+        ranks = self._ended.setdefault(key, {})
         ranks.setdefault(event.rank, event)
         if ranks.keys() >= self._facts.ranks:
-            self._count(self._ended.pop(event.request))
+            self._count(self._ended.pop(key))
         elif len(self._ended) > REQUESTS_MAX:
             self._count(self._ended.pop(next(iter(self._ended))))
 

@@ -19,6 +19,10 @@ class BlockPool(Protocol):
         """The pool's blocks by their ids."""
         ...
 
+    def get_num_free_blocks(self) -> int:
+        """How many blocks nobody holds."""
+        ...
+
     def touch(self, blocks: Sequence[Any]) -> None:
         """Add a reference to each block."""
         ...
@@ -62,6 +66,11 @@ class Pins:
         held = self._held.pop(owner, None)
         if held:
             self._held.setdefault(new_owner, []).extend(held)
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks of the pool that nobody holds; 0 while no pool is bound."""
+        return 0 if self._pool is None else self._pool.get_num_free_blocks()
 
     def count(self, owner: Hashable) -> int:
         """Blocks held for `owner`."""

@@ -1,8 +1,9 @@
-"""Scheduler side, decode requests: what they need, where it shall land, and what a failure leaves behind.
+"""Scheduler side, receiving: what requests need, where it shall land, and what a failure leaves behind.
 
-A request is `waiting` until the engine has memory for it, `receiving` from then on, and `settled` once its
-KV has arrived, has failed, or was not needed. A settled request is local for good: after a failure or a
-preemption it is computed here.
+These are decode requests, which need their whole prompt, and prefill requests of which another engine keeps
+the beginning, the conversation's history. A request is `waiting` until the engine has memory for it,
+`receiving` from then on, and `settled` once its KV has arrived, has failed, or was not needed. A settled
+request is local for good: after a failure or a preemption it is computed here.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.handoff import DecodeParams, TransferMode, paired_by_request_id
 from kvferry.host.events import Quarantined, RankIndex, RequestId, Safe
 from kvferry.host.facts import EngineFacts
 from kvferry.host.pins import Pins
 from kvferry.host.requests import EngineRequest, wants_prompt_logprobs
-from kvferry.ids import BlockId, ConsumerId, TransferId
+from kvferry.host.wanted import Wanted
+from kvferry.ids import BlockId, ConsumerId
 from kvferry.layout.spans import to_spans
 from kvferry.protocol import reasons
-from kvferry.protocol.commands import AnnounceCommand, Command, Receive, Relinquish, Source, Withdraw
+from kvferry.protocol.commands import AnnounceCommand, Command, Receive, Relinquish, Withdraw
 
 
 class _State(enum.Enum):
@@ -31,14 +32,10 @@ class _State(enum.Enum):
 
 @dataclass(slots=True)
 class _Receiving:
-    """One decode request. `blocks` are the destination while it is receiving."""
+    """One request. `blocks` are the destination while it is receiving."""
 
-    transfer: TransferId
     consumer: ConsumerId
-    source: Source
-    mode: TransferMode
-    patient: bool
-    """Whether prefill may still run, or be on its way."""
+    wanted: Wanted
     state: _State = _State.WAITING
     blocks: list[BlockId] = field(default_factory=list)
     finished: bool = False
@@ -46,15 +43,23 @@ class _Receiving:
 
 
 class SchedulerConsumer:
-    """All decode requests of one engine whose KV comes from elsewhere."""
+    """All requests of one engine whose KV comes from elsewhere."""
 
     def __init__(
-        self, facts: EngineFacts, pins: Pins, *, waiting_blocks_share: float, quarantine_share: float
+        self,
+        facts: EngineFacts,
+        pins: Pins,
+        *,
+        waiting_blocks_share: float,
+        quarantine_share: float,
+        recompute_tokens: int = 0,
     ) -> None:
+        """A history of fewer than `recompute_tokens` is computed."""
         self._facts = facts
         self._pins = pins
         self._waiting_blocks_max = int(facts.block_count * waiting_blocks_share)
         self._quarantined_blocks_max = int(facts.block_count * quarantine_share)
+        self._recompute_tokens = recompute_tokens
         self._requests: dict[RequestId, _Receiving] = {}
         self._receiving_blocks = 0
         self._receiving_count = 0
@@ -64,24 +69,20 @@ class SchedulerConsumer:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def announce(self, request: EngineRequest, params: DecodeParams) -> bool:
-        """A decode request has arrived; False when an earlier one of its name has not come to its end.
+    def announce(self, request: EngineRequest, wanted: Wanted) -> bool:
+        """A request has arrived; False when an earlier one of its name has not come to its end.
 
         The ranks know destinations by transfer and request, so that the earlier one's end would be taken for
         this one's.
         """
         if request.request_id in self._requests or ConsumerId(request.request_id) in self._quarantine:
             return False
-        source = params.source
-        receiving = _Receiving(
-            transfer=params.transfer or paired_by_request_id(request.request_id),
-            consumer=ConsumerId(request.request_id),
-            source=Source(source.engine, source.host, source.port, source.tp, source.pp, source.incarnation),
-            mode=params.mode or "push",
-            patient=params.prefilled_tokens is None,
-        )
+        receiving = _Receiving(ConsumerId(request.request_id), wanted)
+        if not wanted.stop:
+            self._withdraw(receiving, "none of it is of use")
+            return True
         self._requests[request.request_id] = receiving
-        self._commands.append(AnnounceCommand(receiving.transfer, receiving.consumer, receiving.source))
+        self._commands.append(AnnounceCommand(wanted.transfer, receiving.consumer, wanted.source))
         return True
 
     def wanted_tokens(self, request: EngineRequest, local_tokens: int) -> int | None:
@@ -92,17 +93,20 @@ class SchedulerConsumer:
         # The engine computes the last prompt token in any case, to sample from it.
         if local_tokens >= request.num_prompt_tokens - 1:
             return 0
-        if not self.ready:
-            return None
-        blocks = self._facts.blocks(request.num_prompt_tokens) - local_tokens // self._facts.block_tokens
-        if self._receiving_blocks and self._receiving_blocks + blocks > self._waiting_blocks_max:
-            return None
-        return request.num_prompt_tokens - local_tokens
+        wanted = receiving.wanted
+        if wanted.is_history and wanted.stop - local_tokens < max(self._recompute_tokens, 1):
+            return 0
+        blocks = self._facts.blocks(wanted.stop) - local_tokens // self._facts.block_tokens
+        full = self._receiving_blocks and self._receiving_blocks + blocks > self._waiting_blocks_max
+        if full or not self.ready:
+            # A history is computed here rather than waited for.
+            return 0 if wanted.is_history else None
+        return wanted.stop - local_tokens
 
-    def mode_of(self, request: RequestId) -> TransferMode:
-        """How a request's KV is to be moved; `push` for one that is not ours."""
+    def wanted_by(self, request: RequestId) -> Wanted | None:
+        """What a request is to receive, or has received; None for one that is not ours."""
         receiving = self._requests.get(request)
-        return "push" if receiving is None else receiving.mode
+        return None if receiving is None else receiving.wanted
 
     def is_waiting(self, request: RequestId) -> bool:
         """Whether `allocated` would change anything for a request."""
@@ -118,7 +122,8 @@ class SchedulerConsumer:
             receiving.state = _State.SETTLED
             self._withdraw(receiving, "the KV is here already")
             return False
-        stop = request.num_prompt_tokens
+        wanted = receiving.wanted
+        stop = wanted.stop
         start = stop - external_tokens
         # Blocks behind the prompt are for tokens to come; they are nobody's target.
         target = blocks[start // self._facts.block_tokens : self._facts.blocks(stop)]
@@ -128,14 +133,15 @@ class SchedulerConsumer:
         self._receiving_count += 1
         self._commands.append(
             Receive(
-                receiving.transfer,
+                wanted.transfer,
                 receiving.consumer,
-                receiving.source,
+                wanted.source,
                 start,
                 stop,
                 (to_spans(target),),
-                receiving.mode,
-                receiving.patient,
+                wanted.mode,
+                wanted.patient,
+                recent=wanted.is_history,
             )
         )
         return True
@@ -201,7 +207,7 @@ class SchedulerConsumer:
     def relinquish(self) -> bool:
         """Give up destinations whose prefill has not begun; False when there are none at all."""
         receiving = [one for one in self._requests.values() if one.state is _State.RECEIVING]
-        self._commands += [Relinquish(one.transfer, one.consumer) for one in receiving]
+        self._commands += [Relinquish(one.wanted.transfer, one.consumer) for one in receiving]
         return bool(receiving)
 
     @property
@@ -236,7 +242,8 @@ class SchedulerConsumer:
 
     def _withdraw(self, receiving: _Receiving, reason: str) -> None:
         cancelled = reasons.because(reasons.CANCELLED, reason)
-        self._commands.append(Withdraw(receiving.transfer, receiving.consumer, receiving.source, cancelled))
+        wanted = receiving.wanted
+        self._commands.append(Withdraw(wanted.transfer, receiving.consumer, wanted.source, cancelled))
 
 
 def single_group(blocks: Any) -> list[BlockId]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvferry.errors import UsageError
-from kvferry.handoff import TransferMode
+from kvferry.handoff import LEASE_SECONDS_MAX, TransferMode
 from kvferry.host.modes import Modes
 from kvferry.layout.describe import STRIDE_ORDERS
 from kvferry.protocol.limits import Limits
@@ -63,6 +63,10 @@ class _Keys(msgspec.Struct, frozen=True, kw_only=True):
     cache_layout: str = BLOCKS_OUTERMOST
     waiting_blocks_share: float = 0.5
     quarantine_share: float = 0.1
+    bidirectional_kv_xfer: bool = False
+    decoder_kv_blocks_ttl: float = 480.0
+    held_blocks_share: float = 0.2
+    kv_recompute_threshold: int = 64
     drain_seconds: float = 1.0
     close_seconds: float = 5.0
     side_channel_secret: str | None = None
@@ -94,6 +98,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the cache that may wait for remote KV; beyond it the scheduler is told to ask again."""
     quarantine_share: float
     """Share of the cache in quarantine beyond which the engine admits no remote KV and is not ready."""
+    both_directions: bool
+    """Whether this engine keeps what it has decoded for the next turn, and takes what others have kept."""
+    hold_seconds: float
+    """How long it keeps a turn that nobody comes for."""
+    held_blocks_share: float
+    """Share of the cache that turns may occupy together; the oldest are given back first."""
+    recompute_tokens: int
+    """Fewer tokens than these are computed rather than kept or received."""
     drain_seconds: float
     """How long a step may wait at a preemption for writes that read the preempted blocks."""
     close_seconds: float
@@ -131,6 +143,10 @@ def read_settings(
         cache_layout=_cache_layout(keys),
         waiting_blocks_share=_share("waiting_blocks_share", keys.waiting_blocks_share),
         quarantine_share=_share("quarantine_share", keys.quarantine_share),
+        both_directions=keys.bidirectional_kv_xfer,
+        hold_seconds=_hold_seconds(keys),
+        held_blocks_share=_share("held_blocks_share", keys.held_blocks_share),
+        recompute_tokens=_least("kv_recompute_threshold", keys.kv_recompute_threshold, 0),
         drain_seconds=_least("drain_seconds", keys.drain_seconds, 0),
         close_seconds=_least("close_seconds", keys.close_seconds, 0),
         side_channel_secret=keys.side_channel_secret or environment.get(SECRET_VARIABLE) or None,
@@ -239,6 +255,15 @@ def _share(key: str, value: float) -> float:
             f"kv_connector_extra_config.{key} must be greater than 0 and at most 1, not {value!r}"
         )
     return value
+
+
+def _hold_seconds(keys: _Keys) -> float:
+    if not 0 < keys.decoder_kv_blocks_ttl <= LEASE_SECONDS_MAX:
+        raise UsageError(
+            "kv_connector_extra_config.decoder_kv_blocks_ttl must be greater than 0 and at most "
+            f"{LEASE_SECONDS_MAX:g} seconds, not {keys.decoder_kv_blocks_ttl!r}"
+        )
+    return keys.decoder_kv_blocks_ttl
 
 
 def _least(key: str, value: _Number, least: float) -> _Number:

@@ -241,6 +241,10 @@ class FerryWorker:
                 self._agent.submit(command)
         elif isinstance(command, Receive):
             self._receive(command, now)
+        elif isinstance(command, Advance):
+            # Of what is kept after a turn: computed by earlier steps, so no forward pass is waited for.
+            if not self._producer.is_refused(command.transfer):
+                self._agent.submit(self._in_kernel_blocks(command))
         else:
             if isinstance(command, Withdraw):
                 self._consumer.withdraw([RequestId(command.consumer)])

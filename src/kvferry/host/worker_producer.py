@@ -27,6 +27,8 @@ class _Source:
 
     request: RequestId
     mode: TransferMode
+    held: bool = False
+    """Kept after a turn: the engine has ended the request and waits for no report."""
     refused: bool = False
     """The agent had no room for it; it knows nothing of the transfer."""
     published: bool = False
@@ -49,8 +51,9 @@ class WorkerProducer:
         return len(self._sources)
 
     def start(self, sender: Sender) -> None:
-        """A new prefill request."""
-        self._sources[sender.transfer] = _Source(sender.request, sender.mode)
+        """A new prefill request, or what is kept of a turn."""
+        source = _Source(sender.request, sender.mode, sender.held, finished=sender.held)
+        self._sources[sender.transfer] = source
         self._transfers[sender.request] = sender.transfer
 
     def refuse(self, transfer: TransferId) -> None:
@@ -74,7 +77,7 @@ class WorkerProducer:
     def prefill_ended(self, transfer: TransferId, now: float) -> None:
         """Prefill has ended normally."""
         source = self._sources.get(transfer)
-        if source is not None:
+        if source is not None and not source.held:
             source.ended_at_seconds = now
 
     def release(self, result: Released, now: float) -> Ended | None:
@@ -93,6 +96,8 @@ class WorkerProducer:
             failed=code not in _MODES,
             cancelled=code == reasons.CANCELLED,
             mode=_MODES.get(code, source.mode),
+            sending=True,
+            held=source.held,
         )
 
     def finish(self, requests: Iterable[RequestId]) -> None:

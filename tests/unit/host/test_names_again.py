@@ -14,6 +14,7 @@ from kvferry.host.orders import Scheduled, StepOrders
 from kvferry.host.pins import Pins
 from kvferry.host.scheduler_consumer import SchedulerConsumer
 from kvferry.host.scheduler_producer import SchedulerProducer
+from kvferry.host.wanted import whole_prompt
 from kvferry.host.worker import FerryWorker
 from kvferry.ids import ConsumerId, EngineId, TransferId
 from kvferry.protocol.commands import Receive, ReceiveFailed, Source, Withdraw
@@ -43,7 +44,8 @@ def consumer() -> SchedulerConsumer:
 
 
 def announced(consumer: SchedulerConsumer, transfer: str = "transfer-one") -> bool:
-    return consumer.announce(request(), DecodeParams(source=SOURCE, transfer=TransferId(transfer)))
+    params = DecodeParams(source=SOURCE, transfer=TransferId(transfer))
+    return consumer.announce(request(), whole_prompt(request(), params))
 
 
 def test_a_destination_that_is_opened_in_the_step_that_ends_its_name_is_not_withdrawn() -> None:

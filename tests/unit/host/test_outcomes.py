@@ -112,3 +112,13 @@ def test_a_transfer_that_no_rank_had_a_part_in_is_skipped():
     outcomes, stats = outcomes_of()
     outcomes.skipped("prefix_hit", "pull")
     assert counted(stats) == {("skipped", "prefix_hit"): 1}
+
+
+def test_a_prefill_that_got_its_history_is_counted_once_for_each_side():
+    """One name, two transfers: after an abort their ends come from several ranks in any order."""
+    outcomes, stats = outcomes_of()
+    for rank, sending in ((0, False), (1, True), (1, False), (0, True)):
+        reason = "cancelled" if sending else "written"
+        outcomes.add(ended(rank, reason, failed=sending, cancelled=sending, sending=sending))
+    assert counted(stats) == {("completed", "written"): 1, ("cancelled", "cancelled"): 1}
+    assert outcomes.open_count == 0

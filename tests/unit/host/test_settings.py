@@ -18,6 +18,13 @@ def test_defaults_bind_loopback_and_push():
     assert settings.retry_bound_seconds == 30.0
     assert settings.allow_untested_nixl is False
     assert settings.backends == ("UCX",)
+    assert settings.both_directions is False
+
+
+def test_what_is_kept_after_a_turn_has_the_names_and_defaults_of_vllms_own_connector():
+    settings = read_settings({"bidirectional_kv_xfer": True}, environment={})
+    assert (settings.both_directions, settings.hold_seconds, settings.recompute_tokens) == (True, 480.0, 64)
+    assert settings.held_blocks_share == 0.2
 
 
 def test_environment_is_a_fallback_and_the_config_wins():
@@ -53,6 +60,11 @@ def test_durations_reach_the_limits():
     ("extra", "words"),
     [
         ({"side_chanel_port": 1}, ["side_chanel_port", "side_channel_port"]),
+        ({"decoder_kv_blocks_ttl": 0}, ["decoder_kv_blocks_ttl", "greater than 0"]),
+        ({"decoder_kv_blocks_ttl": 1e9}, ["decoder_kv_blocks_ttl", "86400"]),
+        ({"held_blocks_share": 1.5}, ["held_blocks_share"]),
+        ({"kv_recompute_threshold": -1}, ["kv_recompute_threshold"]),
+        ({"bidirectional_kv_xfer": "yes"}, ["bidirectional_kv_xfer"]),
         ({"side_channel_port": "5600"}, ["side_channel_port"]),
         ({"side_channel_port": 65536}, ["side_channel_port", "65535"]),
         ({"side_channel_port": -1}, ["side_channel_port"]),

@@ -19,6 +19,7 @@ from kvferry.host.outcomes import Outcomes
 from kvferry.host.scheduler_consumer import SchedulerConsumer
 from kvferry.host.scheduler_producer import SchedulerProducer
 from kvferry.host.starvation import Starvation
+from kvferry.host.wanted import whole_prompt
 from kvferry.simulator.engine.facts import Pace
 from kvferry.simulator.engine.requests import Request, Status
 from kvferry.simulator.engine.steps import Joint, Step, Work
@@ -44,7 +45,8 @@ class Host:
         """A rank has reported something."""
         if isinstance(event, Ended):
             self.count(event)
-            self.producer.rank_ended(event.rank, event.request)
+            if event.sending:
+                self.producer.rank_ended(event.rank, event.request)
         elif isinstance(event, Quarantined):
             self.consumer.quarantined(event)
         elif isinstance(event, Safe):
@@ -89,7 +91,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """A request arrives. One whose transfer id is in use runs for itself."""
         if isinstance(request.params, DecodeParams):
-            if not self.host.consumer.announce(request, request.params):
+            if not self.host.consumer.announce(request, whole_prompt(request, request.params)):
                 self.host.skip(request, "in_use")
         elif isinstance(request.params, PrefillParams):
             self.host.producer.expect(request, request.params)
