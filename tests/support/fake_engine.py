@@ -88,12 +88,16 @@ class FakeEngine:
         """What its coordinates in answers carry besides."""
         self.holds: dict[str, Any] | None = None
         """What it tells of each request that it has decoded: coordinates of what it keeps."""
+        self.tells_in_streams = False
+        """Whether a stream's last event carries them, which vLLM's do not."""
         self.healthy = True
         self.stuck: asyncio.Event | None = None
         """When set to an event, health checks wait for it."""
         self.health_checks = 0
         self.requests: list[Received] = []
         self.probes: list[Received] = []
+        self.questions: list[Received] = []
+        """Probes that ask what is kept of a turn."""
         self.releases: list[Received] = []
         self.models: list[str] = ["tiny"]
         self.port = 0
@@ -157,6 +161,10 @@ class FakeEngine:
 
     async def _infer(self, request: web.Request) -> web.StreamResponse:
         received = Received(request.path, request.headers, await request.json())
+        if received.params.get("held_of"):
+            self.questions.append(received)
+            told = (self.holds or {}) | {"holds": self.holds is not None}
+            return web.json_response(self._answer(received, Step()) | {"kv_transfer_params": told})
         if received.params.get("probe"):
             self.probes.append(received)
             return web.json_response(self._answer(received, Step()))
@@ -204,7 +212,7 @@ class FakeEngine:
             await response.write(b"data: " + json.dumps(told).encode() + b"\n\n")
             if number == 0 and step.after_first is not None:
                 await step.after_first.wait()
-        if self.holds is not None:
+        if self.holds is not None and self.tells_in_streams:
             last = json.dumps({"choices": [], "kv_transfer_params": self.holds}).encode()
             await response.write(b"data: " + last + b"\n\n")
         await response.write(b"data: [DONE]\n\n")

@@ -51,6 +51,10 @@ class Turn:
         """Who served it in this role."""
         return self.prefill if role is Role.PREFILL else self.decode
 
+    def keep(self, held: Body | None, now: float) -> None:
+        """The decode engine has told what it keeps of the prompt."""
+        self.held = _kept(held, now, max(self.until - now, 0.0))
+
     def take_held(self, now: float) -> Body | None:
         """What is kept, which nobody gets a second time; None when it has ended.
 
@@ -84,15 +88,16 @@ class Turns:
                 return turn
         return None
 
-    def remember(self, prompt: Fingerprint, route: Route, held: Body | None, now: float) -> None:
+    def remember(self, prompt: Fingerprint, route: Route, held: Body | None, now: float) -> Turn:
         """A prompt was served, and its decode engine has told that it keeps `held` of it."""
-        kept = _kept(held, now, self._seconds)
-        turn = Turn(route.prefill, route.decode, prompt.end, now + self._seconds, kept)
+        turn = Turn(route.prefill, route.decode, prompt.end, now + self._seconds)
+        turn.keep(held, now)
         for key in (prompt.session, prompt.end):
             if key is not None:
                 self._by_key[key] = turn
                 self._by_key.move_to_end(key)
         self._expire(now)
+        return turn
 
     def _expire(self, now: float) -> None:
         """Every entry lives equally long, so those that have ended stand first."""

@@ -365,6 +365,8 @@ def _described(worker: Worker) -> dict[str, Any]:
         "in_flight": worker.in_flight,
         "problem": worker.problem,
     }
+    if worker.holds is not None:
+        described["holds"] = worker.holds
     if source is not None:
         described["engine"] = {
             "id": source.engine,

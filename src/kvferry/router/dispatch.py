@@ -26,10 +26,17 @@ caller bounds the whole by the request's deadline, and ends both legs by cancell
 
 from __future__ import annotations
 
+import msgspec
+
+from kvferry.handoff import HOLDS_KEY
+from kvferry.ids import TransferId
+from kvferry.router.affinity import Turn
 from kvferry.router.attempts import Again, Attempts
-from kvferry.router.errors import Cause
-from kvferry.router.legs import LegError
-from kvferry.router.pool import Role
+from kvferry.router.errors import JSON, Cause
+from kvferry.router.legs import Call, LegError
+from kvferry.router.openai import Endpoint
+from kvferry.router.pool import Role, Worker
+from kvferry.router.probe import held_body
 from kvferry.router.prompts import Prompt, Route, Served
 from kvferry.router.pull import pull
 from kvferry.router.push import push
@@ -60,7 +67,19 @@ class Dispatcher(Services):
             return
         # The children of one prompt end apart; what one of them keeps is not the next turn's beginning.
         kept = held if isinstance(held, dict) and prompt.n == 1 else None
-        self.turns.remember(prompt.fingerprint, route, kept, self.pool.clock())
+        turn = self.turns.remember(prompt.fingerprint, route, kept, self.pool.clock())
+        if kept is None and prompt.stream and prompt.n == 1 and route.transfer is not None:
+            self.background.run(self._ask(prompt, route.decode, route.transfer, turn))
+
+    async def _ask(self, prompt: Prompt, decode: Worker, transfer: TransferId, turn: Turn) -> None:
+        """vLLM's streams end without `kv_transfer_params`: ask for what they would have told."""
+        if decode.holds is False:
+            return
+        body = msgspec.json.encode(held_body(prompt.body.get("model"), transfer))
+        headers = {**prompt.headers, "Content-Type": JSON, "X-Request-Id": f"{prompt.request_id}-held"}
+        params = await self.engines.held(decode, Call(Endpoint.COMPLETIONS.value, body, headers))
+        decode.holds = params.pop(HOLDS_KEY, None) is True
+        turn.keep(params, self.pool.clock())
 
 
 async def _dispatch(attempts: Attempts) -> Served:

@@ -31,6 +31,8 @@ _ERROR_BYTES_MAX = 1 << 20
 _END_OF_BODY_SECONDS = 0.5
 RELEASE_SECONDS_MAX = 10.0
 """A release that takes longer is given up; the lease of what it was for ends by itself."""
+HELD_SECONDS_MAX = 10.0
+"""An engine that has not told by then what it keeps is taken to keep nothing of that turn."""
 _EVENT_STREAM = "text/event-stream"
 
 
@@ -229,6 +231,18 @@ class Engines:
                 await _read_bounded(worker, response, self._settings.answer_bytes_max)
         except (LegError, aiohttp.ClientError, TimeoutError) as error:
             logger.info("%s could not be told of a release: %s", worker.url, error)
+
+    async def held(self, worker: Worker, call: Call) -> Body:
+        """Ask a decode engine what it keeps of a turn; empty when it does not tell."""
+        try:
+            async with asyncio.timeout(HELD_SECONDS_MAX), await self._post(worker, call) as response:
+                await self._refuse_failure(worker, response)
+                raw = await _read_bounded(worker, response, self._settings.answer_bytes_max)
+            params = _object(worker, raw).get(PARAMS)
+        except (LegError, aiohttp.ClientError, TimeoutError) as error:
+            logger.info("%s does not tell what it keeps: %s", worker.url, error)
+            return {}
+        return params if isinstance(params, dict) else {}
 
     async def stream(self, worker: Worker, call: Call) -> DecodeStream:
         """Start a streamed decode leg and wait for its first event.

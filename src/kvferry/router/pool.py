@@ -40,6 +40,8 @@ class Worker:
     """Legs open to it."""
     pace: Pace = field(default_factory=Pace)
     """A decode engine's: what it adds to the first token by itself."""
+    holds: bool | None = None
+    """A decode engine's: whether it keeps anything after a turn; None until it was asked."""
     losses: int = 0
     """How often it was found to be down: another may have come back each time."""
     hanging: bool = False
@@ -143,6 +145,7 @@ class Pool:
         """The worker cannot serve. Another may come back at its address, so its identity is forgotten."""
         worker.up = False
         worker.source = None
+        worker.holds = None
         worker.pace.forget()
         worker.losses += 1
         worker.problem = problem

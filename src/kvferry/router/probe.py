@@ -1,4 +1,8 @@
-"""What the router itself asks of a prefill engine, each by a request of one token: coordinates, a release."""
+"""What the router itself asks of engines, each by a request of one token.
+
+Of a prefill engine its coordinates, and the release of a transfer; of a decode engine what it keeps of a
+turn.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvferry.errors import HandoffError, KvferryError
-from kvferry.handoff import PrefillParams, SourceParams, parse_source
+from kvferry.handoff import HELD_OF_KEY, PrefillParams, SourceParams, parse_source
 from kvferry.ids import TransferId
 from kvferry.router.openai import PARAMS, Endpoint, error_message
 
@@ -62,6 +66,19 @@ def probe_body(model: str) -> dict[str, Any]:
         "ignore_eos": True,
         "stream": False,
         PARAMS: params | {"probe": True},
+    }
+
+
+def held_body(model: object, transfer: TransferId) -> dict[str, Any]:
+    """A request by which a kvferry engine tells what it keeps of the one that got its KV by `transfer`."""
+    params = PrefillParams(transfer=TransferId(secrets.token_hex(16)), consumers=1).to_params()
+    return {
+        "model": model,
+        "prompt": "held",
+        "max_tokens": 1,
+        "ignore_eos": True,
+        "stream": False,
+        PARAMS: params | {"probe": True, HELD_OF_KEY: transfer},
     }
 
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from kvferry.handoff import TransferMode
+from kvferry.ids import TransferId
 from kvferry.router.conversation import Fingerprint, fingerprint
 from kvferry.router.errors import Cause
 from kvferry.router.legs import DecodeStream, PrefillAnswer
@@ -56,6 +57,8 @@ class Route:
     """None when the decode engine prefilled itself."""
     cause: Cause = Cause.NONE
     """Why it did; NONE when the KV was handed over."""
+    transfer: TransferId | None = None
+    """By which the KV was handed over."""
 
 
 class Served:

@@ -42,7 +42,8 @@ async def pull(attempts: Attempts, prefill: Worker) -> Served:
             source = prefill.source if leg.cancelled() else leg.result().source
             attempts.release(prefill, source, transfer)
         raise
-    return Served(answer, Route(decode, prefill, "pull"), leg, attempts.services.background)
+    route = Route(decode=decode, prefill=prefill, mode="pull", transfer=transfer)
+    return Served(answer, route, leg, attempts.services.background)
 
 
 async def _held(attempts: Attempts, leg: asyncio.Task[PrefillAnswer]) -> Body:

@@ -53,7 +53,7 @@ async def push(attempts: Attempts, prefill: Worker, source: SourceParams, decode
         if may_be_held(legs.prefill):
             attempts.release(legs.worker, legs.source, legs.transfer)
         raise
-    route = Route(decode=decode, prefill=prefill, mode="push")
+    route = Route(decode=decode, prefill=prefill, mode="push", transfer=legs.transfer)
     return Served(answer, route, legs.prefill, attempts.services.background)
 
 

@@ -16,7 +16,7 @@ from kvferry.router.openai import Endpoint
 from kvferry.router.pool import Role, Worker
 from kvferry.router.prompts import Route
 from tests.support.fake_engine import Step, failing
-from tests.support.router_world import RouterWorld, events_of, router_world
+from tests.support.router_world import RouterWorld, events_of, router_world, until
 
 LONG = "once upon a time " * 60
 HELD = HeldParams(
@@ -254,18 +254,21 @@ async def test_auto_pushes_to_an_engine_that_is_settled() -> None:
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
-@pytest.mark.parametrize("stream", [False, True])
-async def test_the_next_turns_prefill_leg_carries_what_the_decode_engine_keeps(
-    mode: str, stream: bool
-) -> None:
+@pytest.mark.parametrize("told", ["in the answer", "in the stream", "when asked"])
+async def test_the_next_turns_prefill_leg_carries_what_the_decode_engine_keeps(mode: str, told: str) -> None:
     """KV that flows back: unchanged but for what makes it a prefill leg; the client sees none of it."""
+    stream = told != "in the answer"
     async with router_world(transfer_mode=mode) as world:
         world.d.holds = KEPT
+        world.d.tells_in_streams = told == "in the stream"
         headers = {"X-Session-Id": "mine"}
         body = {"model": "tiny", "prompt": LONG, "stream": stream}
         async with world.client.post("/v1/completions", json=body, headers=headers) as response:
-            told = await events_of(response) if stream else [await response.json()]
-        assert not any("kv_transfer_params" in each for each in told)
+            events = await events_of(response) if stream else [await response.json()]
+        assert not any("kv_transfer_params" in each for each in events)
+        await until(lambda: not len(world.router.dispatcher.background))
+        of = [each.params["held_of"] for each in world.d.questions]
+        assert of == ([world.p.requests[0].params["transfer_id"]] if told == "when asked" else [])
         await turn(world, LONG * 2, "mine")
         first, second = world.p.requests
         assert parse_request(first.params).history is None
@@ -279,6 +282,20 @@ async def test_the_next_turns_prefill_leg_carries_what_the_decode_engine_keeps(
         # The decode leg is about the new transfer alone.
         assert world.d.requests[-1].params["remote_engine_id"] == "engine-p0"
         assert "remote_transfer_id" not in world.d.requests[-1].params
+
+
+async def test_an_engine_that_keeps_nothing_is_asked_once() -> None:
+    """After it was lost it is asked again: another may have come back."""
+    async with router_world() as world:
+        worker = world.router.pool.workers(Role.DECODE)[0]
+        for asked in (1, 1, 2):
+            await turn(world, LONG, "mine", stream=True)
+            await until(lambda: not len(world.router.dispatcher.background))
+            assert len(world.d.questions) == asked
+            assert worker.holds is False
+            if asked == 1 and len(world.d.requests) == 2:
+                world.router.pool.down(worker, "planned")
+                await world.check()
 
 
 async def test_without_engines_that_keep_anything_nothing_flows_back() -> None:
