@@ -21,6 +21,8 @@ from kvferry.errors import UsageError
 Role = Literal["prefill", "decode", "reference"]
 
 KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+BOTH_WAYS = "kv_both"
+"""The role of engines of either kind where KV flows back."""
 ENGINES_MAX = 256
 CPU_CACHE_GIB_DEFAULT = 1
 TENSOR_OPTIONS = ("--tensor-parallel-size", "-tp")
@@ -57,6 +59,8 @@ class Deployment:
     """More keys for the prefill engines' `kv_connector_extra_config`."""
     decode_config: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    both_directions: bool = False
+    """Decode engines keep what they have decoded, and prefill engines receive it with the next turn."""
 
     def __post_init__(self) -> None:
         for option, count in (("--prefill", self.prefill), ("--decode", self.decode)):
@@ -187,11 +191,15 @@ def router_spec(
     )
 
 
-def kv_transfer_config(role: Role, engine: str, extra: Mapping[str, object]) -> dict[str, object]:
+def kv_transfer_config(
+    role: Role, engine: str, extra: Mapping[str, object], *, both_directions: bool = False
+) -> dict[str, object]:
     """The value of `--kv-transfer-config` of an engine. The side channel takes any free port."""
+    if both_directions:
+        extra = {"bidirectional_kv_xfer": True, **extra}
     return {
         "kv_connector": "FerryConnector",
-        "kv_role": KV_ROLES[role],
+        "kv_role": BOTH_WAYS if both_directions else KV_ROLES[role],
         "engine_id": engine,
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"side_channel_host": "127.0.0.1", "side_channel_port": 0, **extra},
@@ -227,7 +235,8 @@ def _engine_command(
     command += ["--host", "127.0.0.1", "--port", str(port)]
     if role != "reference":
         extra = deployment.prefill_config if role == "prefill" else deployment.decode_config
-        command += ["--kv-transfer-config", json.dumps(kv_transfer_config(role, name, extra))]
+        config = kv_transfer_config(role, name, extra, both_directions=deployment.both_directions)
+        command += ["--kv-transfer-config", json.dumps(config)]
     if on_cpu:
         command += ["--enforce-eager"]
         if rank_count(given) == 1 and EXECUTOR_OPTION not in given:

@@ -68,6 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reference", action="store_true", help="also start one engine without kvferry, to compare with"
     )
     parser.add_argument(
+        "--both-directions",
+        action="store_true",
+        help="decode engines keep a turn's KV, and prefill engines receive it with the next turn",
+    )
+    parser.add_argument(
         "--startup-seconds",
         type=float,
         default=STARTUP_SECONDS_DEFAULT,
@@ -112,6 +117,7 @@ def read_deployment(namespace: argparse.Namespace) -> Deployment:
         cache_gib=namespace.kv_cache_gib,
         accelerators=tuple(namespace.accelerators),
         gpus_per_engine=namespace.gpus_per_engine,
+        both_directions=namespace.both_directions,
     )
 
 

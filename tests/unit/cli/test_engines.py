@@ -63,6 +63,16 @@ def test_each_engine_has_its_role_id_port_and_log() -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
+def test_kv_that_flows_back_needs_engines_of_both_roles() -> None:
+    specs = engine_specs(deployment(both_directions=True, decode_config={"decoder_kv_blocks_ttl": 5}))
+    configs = [json.loads(option(spec, "--kv-transfer-config")) for spec in specs]
+    assert [config["kv_role"] for config in configs] == ["kv_both", "kv_both"]
+    extras = [config["kv_connector_extra_config"] for config in configs]
+    assert all(extra["bidirectional_kv_xfer"] for extra in extras)
+    assert [extra.get("decoder_kv_blocks_ttl") for extra in extras] == [None, 5]
+
+
+@pytest.mark.usefixtures("on_cpu")
 def test_more_keys_reach_the_connectors_of_their_role_only() -> None:
     specs = engine_specs(deployment(prefill_config={"slice_bytes": 7}, decode_config={"renew_seconds": 1}))
     extra = [json.loads(option(spec, "--kv-transfer-config"))["kv_connector_extra_config"] for spec in specs]

@@ -48,6 +48,7 @@ def test_everything_that_can_be_said(model: Path) -> None:
         *("--prefill-args", "--max-num-batched-tokens 512", "--decode-args=--enforce-eager"),
         *("--router-args", "--policy 'round_robin'", "--host", "0.0.0.0", "--port", "0"),
         *("--log-dir", "logs", "--kv-cache-gib", "2", "--gpus-per-engine", "4", "--reference"),
+        "--both-directions",
         *("--accelerators", "0", "1", "2", "3", "4", "5,6"),
     )
     assert plan == Deployment(
@@ -65,6 +66,7 @@ def test_everything_that_can_be_said(model: Path) -> None:
         cache_gib=2,
         accelerators=("0", "1", "2", "3", "4", "5,6"),
         gpus_per_engine=4,
+        both_directions=True,
     )
 
 
