@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvferry.connector.cache_layout import asked
-from kvferry.connector.facts import read_facts
+from kvferry.connector.facts import check_both_directions, read_facts
 from kvferry.connector.metadata import FerryMetadata, Handshake, WorkerReport
 from kvferry.connector.scheduler import Directory, FerryScheduler
 from kvferry.connector.stats import FerryPromMetrics, FerryStats, moved_stats
@@ -42,6 +42,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
             vllm_config.kv_transfer_config.kv_connector_extra_config,
             vllm_config.parallel_config.data_parallel_index,
         )
+        if settings.both_directions:
+            check_both_directions(vllm_config.kv_transfer_config)
         self._settings = settings
         self._scheduler: FerryScheduler | None = None
         self._start: WorkerStart | None = None

@@ -32,6 +32,24 @@ def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     )
 
 
+def check_both_directions(transfer: Any) -> None:
+    """That an engine can keep turns and receive them: `bidirectional_kv_xfer` needs more than itself.
+
+    Raises:
+        UsageError: says what to set.
+    """
+    if not (transfer.is_kv_producer and transfer.is_kv_consumer):
+        raise UsageError(
+            "kv_connector_extra_config.bidirectional_kv_xfer needs kv_role kv_both, not "
+            f"{transfer.kv_role}: KV flows from D to P, too"
+        )
+    if transfer.kv_load_failure_policy != "recompute":
+        raise UsageError(
+            "kv_connector_extra_config.bidirectional_kv_xfer needs kv_load_failure_policy recompute, not "
+            f"{transfer.kv_load_failure_policy}: a turn that is kept no longer would fail the next one"
+        )
+
+
 def only_spec(kv_cache_config: Any) -> Any:
     """vLLM's description of the one cache group.
 

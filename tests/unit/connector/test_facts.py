@@ -8,7 +8,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
-from kvferry.connector.facts import only_spec, read_facts
+from kvferry.connector.facts import check_both_directions, only_spec, read_facts
 from kvferry.errors import UsageError
 from kvferry.host.facts import EngineFacts
 from kvferry.ids import EngineId, Rank
@@ -84,3 +84,24 @@ def test_cascade_attention_is_refused():
 def test_whether_ranks_end_with_their_engine(parallel, watched):
     """P46: a rank watches its parent process. A Ray actor's is not the engine, nor is one's elsewhere."""
     assert read_facts(config(**parallel), caches(FULL)).ranks_end_with_engine is watched
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kv_role": "kv_producer", "is_kv_consumer": False}, "needs kv_role kv_both, not kv_producer"),
+        ({"kv_role": "kv_consumer", "is_kv_producer": False}, "needs kv_role kv_both, not kv_consumer"),
+        ({"kv_load_failure_policy": "fail"}, "needs kv_load_failure_policy recompute, not fail"),
+    ],
+)
+def test_kv_that_flows_back_needs_both_roles_and_recomputation(changes, words):
+    """P14: a turn that ended before its time must cost a prefill and no error."""
+    fit = {
+        "kv_role": "kv_both",
+        "is_kv_producer": True,
+        "is_kv_consumer": True,
+        "kv_load_failure_policy": "recompute",
+    }
+    check_both_directions(SimpleNamespace(**fit))
+    with pytest.raises(UsageError, match=words):
+        check_both_directions(SimpleNamespace(**(fit | changes)))
