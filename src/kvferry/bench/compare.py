@@ -180,7 +180,6 @@ class _Measured:
 
     def _dispatch(self) -> Dispatch:
         make, urls = self.connector.dispatch, self.pair.urls
-        assert make is not None
         style = Style(model=MODEL, extra={"ignore_eos": True})
         return make(urls.get("prefill", ""), urls["decode"], style)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvferry.bench.dispatch import Direct, Dispatch, FerryPush, Style, VllmPull, VllmPush
+from kvferry.bench.dispatch import Direct, Dispatch, FerryPull, FerryPush, Style, VllmPull, VllmPush
 from kvferry.errors import UsageError
 
 Kind = Literal["ours", "stock", "baseline"]
@@ -22,8 +22,7 @@ class Connector:
     label: str
     kind: Kind
     kv_connector: str
-    dispatch: Maker | None
-    """None while it cannot be measured yet."""
+    dispatch: Maker
     extra: Mapping[str, object] = field(default_factory=dict)
     needs_prefill: bool = True
 
@@ -44,7 +43,11 @@ _ALL = (
         dispatch=FerryPush,
     ),
     Connector(
-        name="ferry-pull", label="kvferry pull", kind="ours", kv_connector="FerryConnector", dispatch=None
+        name="ferry-pull",
+        label="kvferry pull",
+        kind="ours",
+        kv_connector="FerryConnector",
+        dispatch=FerryPull,
     ),
     Connector(
         name="vllm-push",
@@ -90,7 +93,7 @@ def parse_connectors(text: str) -> tuple[str, ...]:
     """Read `ferry-push,vllm-push`.
 
     Raises:
-        UsageError: one is unknown, named twice, or cannot be measured yet.
+        UsageError: one is unknown or named twice.
     """
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     unknown = [name for name in names if name not in NAMES]
@@ -100,7 +103,4 @@ def parse_connectors(text: str) -> tuple[str, ...]:
         )
     if len(set(names)) != len(names):
         raise UsageError("--connectors names one twice; name each once")
-    for name in names:
-        if CONNECTORS[name].dispatch is None:
-            raise UsageError(f"--connectors: {name} does not exist in this version of kvferry; leave it out")
     return names

@@ -149,6 +149,23 @@ class FerryPush:
         await _both_legs(session, self._urls, self._style, ask, (produce, consume), seen)
 
 
+class FerryPull:
+    """As kvferry's router sends a request in pull mode."""
+
+    def __init__(self, prefill: str, decode: str, style: Style) -> None:
+        self._urls = prefill, decode
+        self._style = style
+
+    async def prepare(self, session: aiohttp.ClientSession, ask: Ask) -> None:
+        """Run one request through both engines, so that they know each other as under push."""
+        await self.send(session, ask, Seen(_no_time))
+
+    async def send(self, session: aiohttp.ClientSession, ask: Ask, seen: Seen) -> None:
+        """The prefill leg, then the decode leg with what it answered."""
+        produce = PrefillParams(transfer=_minted(), mode="pull").to_params()
+        await _prefill_then_decode(session, self._urls, self._style, ask, produce, seen)
+
+
 class VllmPush:
     """As a router for vLLM's push connector sends a request."""
 
@@ -159,7 +176,7 @@ class VllmPush:
 
     async def prepare(self, session: aiohttp.ClientSession, ask: Ask) -> None:
         """Run one request through both engines, prefill first, and keep the prefill engine's coordinates."""
-        told = await _prefill_then_decode(session, self._urls, self._style, ask, Seen(_no_time))
+        told = await _prefill_then_decode(session, self._urls, self._style, ask, _producing(), Seen(_no_time))
         keys = ("remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size", "dcp_size")
         self._source = {key: told[key] for key in keys if key in told}
 
@@ -186,11 +203,11 @@ class VllmPull:
 
     async def prepare(self, session: aiohttp.ClientSession, ask: Ask) -> None:
         """Run one request through both engines, so that they know each other as under push."""
-        await _prefill_then_decode(session, self._urls, self._style, ask, Seen(_no_time))
+        await self.send(session, ask, Seen(_no_time))
 
     async def send(self, session: aiohttp.ClientSession, ask: Ask, seen: Seen) -> None:
         """The prefill leg, then the decode leg with what it answered."""
-        await _prefill_then_decode(session, self._urls, self._style, ask, seen)
+        await _prefill_then_decode(session, self._urls, self._style, ask, _producing(), seen)
 
 
 def _producing() -> Body:
@@ -198,13 +215,18 @@ def _producing() -> Body:
 
 
 async def _prefill_then_decode(
-    session: aiohttp.ClientSession, urls: tuple[str, str], style: Style, ask: Ask, seen: Seen
+    session: aiohttp.ClientSession,
+    urls: tuple[str, str],
+    style: Style,
+    ask: Ask,
+    produce: Body,
+    seen: Seen,
 ) -> Body:
     prefill, decode = urls
     headers = style.headers_of(ask)
     seen.sent = seen.now()
     sent = seen.sent
-    told = (await answer(session, prefill, style.prefill_body(ask, _producing()), headers)).get(PARAMS)
+    told = (await answer(session, prefill, style.prefill_body(ask, produce), headers)).get(PARAMS)
     if not isinstance(told, dict):
         raise LegError(f"{prefill}: the answer carries no {PARAMS}; is its KV connector a producer?")
     await stream(session, decode, style.decode_body(ask, told), headers, seen)

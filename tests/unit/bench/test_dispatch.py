@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvferry.bench.dispatch import Ask, Direct, Dispatch, FerryPush, Style, VllmPull, VllmPush
+from kvferry.bench.dispatch import Ask, Direct, Dispatch, FerryPull, FerryPush, Style, VllmPull, VllmPush
 from kvferry.bench.prompts import token_prompts
 from kvferry.bench.stream import LegError, Seen
 from kvferry.handoff import DecodeParams, PrefillParams, parse_request
@@ -176,8 +176,11 @@ async def test_vllm_push_warms_up_with_a_whole_hand_over_so_that_no_lease_is_lef
         assert stage.decode.asked[0][1]["X-Request-Id"] == stage.prefill.asked[0][1]["X-Request-Id"] == "warm"
 
 
-async def test_pull_sends_the_decode_leg_with_what_prefill_answered() -> None:
-    async with staged(VllmPull, VLLM) as stage:
+@pytest.mark.parametrize("kind", [FerryPull, VllmPull])
+async def test_pull_sends_the_decode_leg_with_what_prefill_answered(
+    kind: Callable[[str, str, Style], Dispatch],
+) -> None:
+    async with staged(kind, VLLM) as stage:
         await stage.prepare()
         stage.prefill.gate.clear()
         sending = asyncio.create_task(stage.send())
@@ -187,6 +190,16 @@ async def test_pull_sends_the_decode_leg_with_what_prefill_answered() -> None:
         await sending
         assert stage.prefill.order == ["prefill", "decode"]
         assert stage.decode.bodies[0]["kv_transfer_params"] == VLLM
+
+
+async def test_ferry_pull_mints_a_transfer_for_each_request_and_says_the_mode() -> None:
+    async with staged(FerryPull, VLLM) as stage:
+        await stage.prepare()
+        await stage.send("r-0")
+        await stage.send("r-1")
+        legs = [parse_request(body["kv_transfer_params"]) for body in stage.prefill.bodies]
+    assert len({leg.transfer for leg in legs if leg is not None}) == 2
+    assert {leg.mode for leg in legs if leg is not None} == {"pull"}
 
 
 async def test_under_pull_a_request_is_sent_when_its_prefill_leg_is() -> None:
@@ -220,7 +233,7 @@ async def test_nothing_is_sent_to_engines_that_are_not_known(
             await stage.send()
 
 
-@pytest.mark.parametrize("kind", [VllmPush, VllmPull])
+@pytest.mark.parametrize("kind", [FerryPull, VllmPush, VllmPull])
 async def test_an_engine_without_a_producing_connector_is_told(
     kind: Callable[[str, str, Style], Dispatch],
 ) -> None:

@@ -56,7 +56,6 @@ def test_emulator_options_are_part_of_what_is_measured() -> None:
     ("arguments", "said"),
     [
         (["--connectors", "nixl"], "--connectors must be some of "),
-        (["--connectors", "ferry-pull"], "--connectors: ferry-pull does not exist in this version"),
         (["--cells", "8"], "--cells must be RATExTOKENS,..., such as 1x1024,8x16k, not '8'"),
         (["--repeats", "0"], "--repeats must be at least 1, not 0"),
         (["--minutes", "0"], "--minutes must be above 0, not 0"),
