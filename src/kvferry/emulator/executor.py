@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from kvferry.emulator.compat import check_version
 from kvferry.emulator.options import read_options
 from kvferry.errors import UsageError
 
@@ -17,6 +18,7 @@ class EmulatedExecutor(UniProcExecutor):
     """One emulated rank, in this process."""
 
     def _init_executor(self) -> None:
+        check_version()
         read_options(self.vllm_config.additional_config)
         parallel = self.vllm_config.parallel_config
         if parallel.world_size > 1:

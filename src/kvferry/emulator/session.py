@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvferry.emulator.compat import transfer_reports
 from kvferry.emulator.hooks import SCHEDULER_HOOKS, WORKER_HOOKS, Meter
 from kvferry.emulator.journal import Journal, Row
 from kvferry.emulator.link import Transfer
@@ -162,18 +163,6 @@ class Session:
             "pages": verdicts["verified_pages"],
             "mismatches": verdicts["mismatches"],
         }
-
-
-def transfer_reports(result: Any) -> tuple[set[str], set[str], set[str]]:
-    """Requests sent, received and failed, of `get_transfer_results` (0.31 on) or `get_finished`."""
-    if isinstance(result, tuple):
-        sent, received = result
-        return set(sent or ()), set(received or ()), set()
-    return (
-        set(result.finished_sending or ()),
-        set(result.finished_recving or ()),
-        set(result.failed_recving or ()),
-    )
 
 
 def session_of(vllm_config: Any) -> Session:

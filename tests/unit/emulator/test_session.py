@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.emulator.link import Transfer
-from kvferry.emulator.session import MISMATCHES_NAMED_MAX, Session, Verdicts, session_of, transfer_reports
+from kvferry.emulator.session import MISMATCHES_NAMED_MAX, Session, Verdicts, session_of
 from kvferry.errors import UsageError
 
 
@@ -51,12 +51,6 @@ def test_verdicts_add_up_and_name_a_bounded_number_of_requests() -> None:
     assert found["verified_pages"] == 64 * (1 + 2 * MISMATCHES_NAMED_MAX)
     assert found["mismatches"] == 3 * 2 * MISMATCHES_NAMED_MAX
     assert found["mismatched_requests"] == [f"bad-{number}" for number in range(MISMATCHES_NAMED_MAX)]
-
-
-def test_reports_of_both_kinds_of_hooks_are_read() -> None:
-    results = SimpleNamespace(finished_sending={"a"}, finished_recving=None, failed_recving={"c"})
-    assert transfer_reports(results) == ({"a"}, set(), {"c"})
-    assert transfer_reports((None, {"b"})) == (set(), {"b"}, set())
 
 
 class Connector:
