@@ -79,6 +79,8 @@ class Transfer:
     descriptors: int
     moved: int
     """Bytes."""
+    address: int = 0
+    """Of the first byte on our side; 0 where it is not known."""
     posted: float = 0.0
     post_seconds: float = 0.0
     """How long posting held its thread."""
@@ -90,6 +92,17 @@ class Transfer:
 
 
 Witness = Callable[[Transfer], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """A list of descriptors: the first one's address, and the bytes of each."""
+
+    first: int
+    lengths: Lengths
+
+
+_UNKNOWN = _Listed(0, np.zeros(0, dtype=np.int64))
 
 
 class LinkedAgent:
@@ -107,29 +120,27 @@ class LinkedAgent:
         self._wire = wire
         self._witness = witness
         self._clock = clock
-        self._lengths: dict[int, Lengths] = {}
+        self._lists: dict[int, _Listed] = {}
         """By the list's identity, in the order of making."""
         self._sides: dict[int, tuple[str, Lengths]] = {}
         self._transfers: dict[int, Transfer] = {}
 
     def get_xfer_descs(self, descs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Remember how long each descriptor is."""
+        """Remember how long each descriptor is, and where the first one is."""
         made = self._inner.get_xfer_descs(descs, *args, **kwargs)
-        lengths = _lengths(descs)
-        if lengths is not None:
-            self._lengths[id(made)] = lengths
-            while len(self._lengths) > DESCRIPTOR_LISTS_MAX:
-                del self._lengths[next(iter(self._lengths))]
+        listed = _listed(descs)
+        if listed is not None:
+            self._lists[id(made)] = listed
+            while len(self._lists) > DESCRIPTOR_LISTS_MAX:
+                del self._lists[next(iter(self._lists))]
         return made
 
     def prep_xfer_dlist(self, agent_name: str, xfer_list: Any, *args: Any, **kwargs: Any) -> Any:
         """Remember whose the list is, and how long each of its descriptors is."""
-        lengths = self._lengths.pop(id(xfer_list), None)
-        if lengths is None:
-            lengths = _lengths(xfer_list)
+        listed = self._lists.pop(id(xfer_list), None) or _listed(xfer_list)
         handle = self._inner.prep_xfer_dlist(agent_name, xfer_list, *args, **kwargs)
-        if lengths is not None:
-            self._sides[_key(handle)] = agent_name, lengths
+        if listed is not None:
+            self._sides[_key(handle)] = agent_name, listed.lengths
         return handle
 
     def make_prepped_xfer(
@@ -173,14 +184,13 @@ class LinkedAgent:
         **kwargs: Any,
     ) -> Any:
         """Make the transfer; on a wire without its notification, which is then ours to send."""
-        self._lengths.pop(id(local_descs), None)
-        lengths = self._lengths.pop(id(remote_descs), None)
+        ours, theirs = (self._lists.pop(id(descs), _UNKNOWN) for descs in (local_descs, remote_descs))
         native = b"" if self._wire else notif_msg
         handle = self._inner.initialize_xfer(
             operation, local_descs, remote_descs, remote_agent, native, *args, **kwargs
         )
-        count, moved = (0, 0) if lengths is None else (len(lengths), int(lengths.sum()))
-        self._remember(handle, Transfer(operation, remote_agent, notif_msg, count, moved))
+        count, moved = len(theirs.lengths), int(theirs.lengths.sum())
+        self._remember(handle, Transfer(operation, remote_agent, notif_msg, count, moved, ours.first))
         return handle
 
     def transfer(self, handle: Any, notif_msg: bytes = b"") -> str:
@@ -303,10 +313,11 @@ def _key(handle: Any) -> int:
     return int(handle._handle)
 
 
-def _lengths(descs: Any) -> Lengths | None:
-    """Bytes per descriptor; None for what is no list of (address, bytes, device) rows."""
-    if isinstance(descs, np.ndarray) and descs.ndim == 2 and descs.shape[1] >= 3:
-        return descs[:, 1].astype(np.int64)
+def _listed(descs: Any) -> _Listed | None:
+    """None for what is no list of (address, bytes, device) rows."""
+    if isinstance(descs, np.ndarray) and descs.ndim == 2 and len(descs) and descs.shape[1] >= 3:
+        return _Listed(int(descs[0, 0]), descs[:, 1].astype(np.int64))
     if isinstance(descs, list) and descs and isinstance(descs[0], tuple):
-        return np.fromiter((row[1] for row in descs), dtype=np.int64, count=len(descs))
+        lengths = np.fromiter((row[1] for row in descs), dtype=np.int64, count=len(descs))
+        return _Listed(int(descs[0][0]), lengths)
     return None

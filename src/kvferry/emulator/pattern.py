@@ -113,6 +113,17 @@ class Grid:
         """`[layers, len(blocks)]`: each page's first word."""
         return self.layer_words[:, None] + blocks[None, :] * self.block_words
 
+    def block_at(self, word: int) -> int:
+        """The block that a word belongs to, in whichever order layers, heads and blocks stand."""
+        first = int(self.layer_words.min())
+        if int(self.layer_words.max()) - first >= self.block_words:
+            # Each layer has a place of its own.
+            first = int(self.layer_words[self.layer_words <= word].max(initial=first))
+        offset = word - first
+        if self.head_words > self.block_words:
+            offset %= self.head_words
+        return offset // self.block_words
+
     def page_words(self) -> Indices:
         """Offsets of all words of a page, from its first."""
         heads = np.arange(self.head_count, dtype=np.int64) * self.head_words

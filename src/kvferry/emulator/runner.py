@@ -72,6 +72,7 @@ class EmulatedRunner(KVConnectorModelRunnerMixin):
         tensors, memory, grid = allocate(kv_cache_config, layout)
         for name, tensor in tensors.items():
             self.vllm_config.compilation_config.static_forward_context[name].bind_kv_cache(tensor)
+        self._session.landing.place(memory.ctypes.data, grid)
         if self._options.verify != "off":
             self._pages = Pages(memory, grid, whole=self._options.verify == "full")
         storages = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}

@@ -13,6 +13,7 @@ from typing import Any
 from kvferry.emulator.compat import transfer_reports
 from kvferry.emulator.hooks import SCHEDULER_HOOKS, WORKER_HOOKS, Meter
 from kvferry.emulator.journal import Journal, Row
+from kvferry.emulator.landing import Landing
 from kvferry.emulator.link import Transfer
 from kvferry.emulator.options import read_options
 from kvferry.emulator.timelines import Timelines
@@ -81,6 +82,7 @@ class Session:
         self.meter = Meter()
         self.steps = Steps()
         self.verdicts = Verdicts()
+        self.landing = Landing()
         self._header = {
             "engine": None if transfer is None else transfer.engine_id,
             "connector": None if transfer is None else transfer.kv_connector,
@@ -105,9 +107,11 @@ class Session:
         """Time the scheduler side's hooks and note when blocks were allocated for KV to come."""
 
         def allocated(args: tuple[Any, ...], _: Any) -> None:
-            request, external_tokens = args[0], args[2]
+            request, blocks, external_tokens = args[:3]
             if external_tokens:
                 self.timelines.reach(request.request_id, "allocated")
+                if self.options.journal is not None:
+                    self.landing.expect(request.request_id, blocks.get_block_ids()[0])
 
         self.meter.wrap(connector, "scheduler", SCHEDULER_HOOKS, {"update_state_after_alloc": allocated})
 
@@ -128,8 +132,9 @@ class Session:
     def saw(self, transfer: Transfer) -> None:
         """A transfer was seen done by the engine that posted it. Any thread."""
         named = _REQUEST.search(transfer.notification)
+        landing = self.landing.request_at(transfer.address)
         self.timelines.transfer(
-            request="" if named is None else named.group().decode(),
+            request=landing if named is None else named.group().decode(),
             posted=transfer.posted,
             operation=transfer.operation,
             bytes=transfer.moved,

@@ -73,6 +73,7 @@ def test_the_grid_is_where_vllms_views_are(name: str) -> None:
             first = grid.first_words(np.array([block]))[layer, 0]
             page = {int(first + offset) for offset in grid.page_words()}
             assert page == words_of(tensor, block, base)
+            assert {grid.block_at(word) for word in page} == {block}
             assert {int(first), int(first) + grid.last_word} <= page
             assert not page & seen, "no two pages share a word"
             seen |= page

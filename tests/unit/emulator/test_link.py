@@ -222,7 +222,7 @@ def test_transfers_that_nobody_releases_do_not_pile_up(
 
 def test_lists_that_are_never_used_do_not_pile_up(linked: LinkedAgent) -> None:
     kept = [linked.get_xfer_descs(rows(1, 8)) for _ in range(3 * module.DESCRIPTOR_LISTS_MAX)]
-    assert len(linked._lengths) == module.DESCRIPTOR_LISTS_MAX
+    assert len(linked._lists) == module.DESCRIPTOR_LISTS_MAX
     assert len(kept) == 3 * module.DESCRIPTOR_LISTS_MAX
 
 
@@ -261,6 +261,15 @@ class TestWithoutAWire:
         agent.landed.add(handle._handle)
         assert linked.transfer(handle) == "DONE"
         assert len(seen) == 1
+
+    def test_the_witness_learns_where_on_our_side_it_begins(self, agent: Agent, clock: Clock) -> None:
+        linked, seen = self.witnessed(agent, clock)
+        for ours in (rows(2, 25) + np.array([4096, 0, 0], dtype=np.uint64), [(8192, 25, 0, "")]):
+            theirs = linked.get_xfer_descs(rows(2, 25))
+            handle = linked.initialize_xfer("READ", linked.get_xfer_descs(ours), theirs, "peer")
+            agent.landed.add(handle._handle)
+            linked.transfer(handle)
+        assert [one.address for one in seen] == [4096, 8192]
 
 
 class TestInstalling:

@@ -7,9 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvferry.emulator.link import Transfer
+from kvferry.emulator.pattern import Grid
 from kvferry.emulator.session import MISMATCHES_NAMED_MAX, Session, Verdicts, session_of
 from kvferry.errors import UsageError
 
@@ -53,6 +55,11 @@ def test_verdicts_add_up_and_name_a_bounded_number_of_requests() -> None:
     assert found["mismatched_requests"] == [f"bad-{number}" for number in range(MISMATCHES_NAMED_MAX)]
 
 
+def blocks(*ids: int) -> Any:
+    """vLLM's value for a request's blocks."""
+    return SimpleNamespace(get_block_ids=lambda: (list(ids),))
+
+
 class Connector:
     """The hooks that tell something."""
 
@@ -70,8 +77,8 @@ def test_hooks_tell_when_blocks_were_there_and_when_kv_was(files: dict[str, str]
     session.watch_worker(connector)
     for request in ("r", "local"):
         session.timelines.arrive(request, 32)
-    connector.update_state_after_alloc(SimpleNamespace(request_id="r"), None, 31)
-    connector.update_state_after_alloc(SimpleNamespace(request_id="local"), None, 0)
+    connector.update_state_after_alloc(SimpleNamespace(request_id="r"), blocks(5, 2), 31)
+    connector.update_state_after_alloc(SimpleNamespace(request_id="local"), blocks(7, 1), 0)
     connector.get_transfer_results(set())
     for request in ("r", "local"):
         session.timelines.finish(request, "FINISHED_STOPPED", 1)
@@ -105,3 +112,18 @@ def test_a_transfer_is_told_with_the_request_that_its_notification_names(
     assert (row["request"], row["bytes"], row["descriptors"]) == (named, 131072, 64)
     assert (row["post_seconds"], row["notified"]) == (0.25, bool(notification))
     assert row["posted_ns"] < row["done_ns"]
+
+
+def test_a_transfer_that_names_nobody_is_told_by_where_it_lands(files: dict[str, str]) -> None:
+    session = Session(vllm_config(**files))
+    connector = Connector()
+    session.watch_scheduler(connector)
+    # One layer of 8 blocks, each of 16 words, at address 4096.
+    session.landing.place(4096, Grid(np.array([0]), 16, 16, 1, 1, 16, 1))
+    connector.update_state_after_alloc(SimpleNamespace(request_id="cmpl-a-0-00000001"), blocks(5, 2), 31)
+    connector.update_state_after_alloc(SimpleNamespace(request_id="cmpl-b-0-00000002"), blocks(2), 31)
+    for address in (4096 + 5 * 128, 4096 + 3 * 128 - 1, 4096 + 7 * 128, 0):
+        session.saw(Transfer("READ", "peer", b"", 1, 128, address=address, posted=1.0))
+    session.close()
+    named = [row["request"] for row in rows(files, "transfer")]
+    assert named == ["cmpl-a-0-00000001", "cmpl-b-0-00000002", "", ""]
