@@ -33,17 +33,19 @@ def _decode_alone(prefill: str, decode: str, style: Style) -> Dispatch:
 
 
 _SYNCHRONOUS = {"num_threads": 0}
+PUSH, PULL = "ferry-push", "ferry-pull"
+STOCK_PULL = ("vllm-pull", "vllm-pull-sync")
 BASELINE = "decode-alone"
 _ALL = (
     Connector(
-        name="ferry-push",
+        name=PUSH,
         label="kvferry push",
         kind="ours",
         kv_connector="FerryConnector",
         dispatch=FerryPush,
     ),
     Connector(
-        name="ferry-pull",
+        name=PULL,
         label="kvferry pull",
         kind="ours",
         kv_connector="FerryConnector",

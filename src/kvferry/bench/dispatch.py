@@ -5,7 +5,8 @@ gets its legs from the same code:
 
 - push: both legs at once. kvferry's are paired by a transfer id; those of vLLM's push connector by the
   `X-Request-Id` that both carry.
-- pull: the prefill leg, then the decode leg with what the prefill engine answered.
+- pull: the prefill leg, then the decode leg with what the prefill engine answered; kvferry's with a transfer
+  id, too.
 """
 
 from __future__ import annotations
@@ -157,13 +158,14 @@ class FerryPull:
         self._style = style
 
     async def prepare(self, session: aiohttp.ClientSession, ask: Ask) -> None:
-        """Run one request through both engines, so that they know each other as under push."""
+        """Run one request through both engines, so that they know each other."""
         await self.send(session, ask, Seen(_no_time))
 
     async def send(self, session: aiohttp.ClientSession, ask: Ask, seen: Seen) -> None:
-        """The prefill leg, then the decode leg with what it answered."""
-        produce = PrefillParams(transfer=_minted(), mode="pull").to_params()
-        await _prefill_then_decode(session, self._urls, self._style, ask, produce, seen)
+        """The prefill leg, then the decode leg with what it answered and a transfer id of their own."""
+        params = PrefillParams(transfer=_minted(), mode="pull").to_params()
+        consume = params | {"do_remote_prefill": True, "do_remote_decode": False}
+        await _prefill_then_decode(session, self._urls, self._style, ask, seen, (params, consume))
 
 
 class VllmPush:
@@ -176,7 +178,7 @@ class VllmPush:
 
     async def prepare(self, session: aiohttp.ClientSession, ask: Ask) -> None:
         """Run one request through both engines, prefill first, and keep the prefill engine's coordinates."""
-        told = await _prefill_then_decode(session, self._urls, self._style, ask, _producing(), Seen(_no_time))
+        told = await _prefill_then_decode(session, self._urls, self._style, ask, Seen(_no_time))
         keys = ("remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size", "dcp_size")
         self._source = {key: told[key] for key in keys if key in told}
 
@@ -203,11 +205,11 @@ class VllmPull:
 
     async def prepare(self, session: aiohttp.ClientSession, ask: Ask) -> None:
         """Run one request through both engines, so that they know each other as under push."""
-        await self.send(session, ask, Seen(_no_time))
+        await _prefill_then_decode(session, self._urls, self._style, ask, Seen(_no_time))
 
     async def send(self, session: aiohttp.ClientSession, ask: Ask, seen: Seen) -> None:
         """The prefill leg, then the decode leg with what it answered."""
-        await _prefill_then_decode(session, self._urls, self._style, ask, _producing(), seen)
+        await _prefill_then_decode(session, self._urls, self._style, ask, seen)
 
 
 def _producing() -> Body:
@@ -219,17 +221,19 @@ async def _prefill_then_decode(
     urls: tuple[str, str],
     style: Style,
     ask: Ask,
-    produce: Body,
     seen: Seen,
+    params: tuple[Body, Body] | None = None,
 ) -> Body:
+    """What the prefill engine answered. `params`: the prefill leg's, and what the decode leg says besides."""
     prefill, decode = urls
+    produce, consume = params or (_producing(), {})
     headers = style.headers_of(ask)
     seen.sent = seen.now()
     sent = seen.sent
     told = (await answer(session, prefill, style.prefill_body(ask, produce), headers)).get(PARAMS)
     if not isinstance(told, dict):
         raise LegError(f"{prefill}: the answer carries no {PARAMS}; is its KV connector a producer?")
-    await stream(session, decode, style.decode_body(ask, told), headers, seen)
+    await stream(session, decode, style.decode_body(ask, told | consume), headers, seen)
     seen.sent = sent
     return told
 

@@ -37,7 +37,13 @@ COLOURS = {
     "vllm-pull-sync": "#d55e00",
     BASELINE: "#7b8794",
 }
-MARKERS = {"vllm-push": "s", "vllm-pull": "^", "vllm-push-sync": "s", "vllm-pull-sync": "^"}
+MARKERS = {
+    "ferry-pull": "D",
+    "vllm-push": "s",
+    "vllm-pull": "^",
+    "vllm-push-sync": "s",
+    "vllm-pull-sync": "^",
+}
 # What would be there without any hand-over is grey and blue; what the hand-over adds is warm.
 PHASE_COLOURS = {
     "send": "#cbd2d9",
@@ -46,6 +52,7 @@ PHASE_COLOURS = {
     "registration": "#8e3b46",
     "match": "#c1443c",
     "write": "#e07a3f",
+    "read": "#a8622a",
     "notice": "#f2b134",
     "transfer": "#e07a3f",
     "wait": "#f6dd8f",

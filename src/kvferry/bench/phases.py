@@ -16,8 +16,9 @@ PHASES = {
     "registration": "after prefill, until the decode engine has memory for it",
     "match": "until the first transfer is posted",
     "write": "until the last transfer is complete",
+    "read": "the same where the decode engine fetches it",
     "notice": "until the decode engine's scheduler knows",
-    "transfer": "match, write and notice together, where engines do not tell them apart",
+    "transfer": "match, write or read, and notice together, where engines do not tell them apart",
     "wait": "until its first decode step starts",
     "first step": "until that step has ended",
     "answer": "until the client has the first token",
@@ -87,7 +88,8 @@ def _milestones(
     yield "registration", seconds(decode.allocated_ns) if decode else None
     if transfers:
         yield "match", seconds(min(one.posted_ns for one in transfers))
-        yield "write", seconds(max(one.done_ns for one in transfers))
+        moved = "read" if all(one.operation == "READ" for one in transfers) else "write"
+        yield moved, seconds(max(one.done_ns for one in transfers))
     yield "notice" if transfers else "transfer", seconds(decode.received_ns) if decode else None
     yield "wait", seconds(decode.first_step_ns) if decode else None
     yield "first step", seconds(decode.first_token_ns) if decode else None

@@ -5,12 +5,12 @@ A target is met, missed, or open because the comparison did not measure it. Noth
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from kvferry.bench.analysis import GAP, HANDOVER, Comparison
-from kvferry.bench.connectors import BASELINE, CONNECTORS
+from kvferry.bench.connectors import BASELINE, CONNECTORS, PULL, PUSH, STOCK_PULL
 from kvferry.bench.costs import SIDES
 from kvferry.bench.grid import Cell
 
@@ -28,6 +28,7 @@ TPOT_RATIO_MAX = 1.03
 GAP_RATIO_MAX = 0.5
 HOOK_SECONDS_MAX = 0.0005
 IDLE_SHARE_MAX = 0.02
+PULL_HOOKS_RATIO_MAX = 1.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +42,17 @@ class Target:
 
 
 def targets(comparison: Comparison) -> list[Target]:
-    """All targets of the comparison's first connector of ours; none when it has none."""
+    """All targets of those connectors of ours that have run; none when none has."""
     ours = comparison.ours()
-    return list(_targets(comparison, ours[0])) if ours else []
+    found: list[Target] = []
+    if PUSH in ours:
+        found += _of_push(comparison, PUSH)
+    if PULL in ours:
+        found += _of_pull(comparison)
+    return [*found, _right(comparison)] if found else []
 
 
-def _targets(comparison: Comparison, ours: str) -> Iterator[Target]:
+def _of_push(comparison: Comparison, ours: str) -> Iterator[Target]:
     chunk = comparison.options.engines.get("step_tokens")
     if chunk in HANDOVER_RATIO_MAX:
         for rate in HANDOVER_RATES:
@@ -60,14 +66,20 @@ def _targets(comparison: Comparison, ours: str) -> Iterator[Target]:
         if comparison.stock(BUSY, synchronous=True):
             what = f"TTFT p{share * 100:g}, synchronous posting"
             yield _better(comparison, ours, BUSY, "ttft", share, limit, what, synchronous=True)
-    yield _nowhere_worse(comparison, ours)
+    yield _nowhere_worse(comparison, ours, CONNECTORS, "every cell, TTFT and TPOT p50", "a stock connector")
     yield _like_the_baseline(comparison, ours)
     yield _better(comparison, ours, BUSY, GAP, 0.95, GAP_RATIO_MAX, "gap between chunks p95")
     for side in SIDES:
         yield _hooks(comparison, ours, side)
     for side in SIDES:
         yield _idle(comparison, ours, side)
-    yield _right(comparison)
+
+
+def _of_pull(comparison: Comparison) -> Iterator[Target]:
+    what = "pull in every cell, TTFT and TPOT p50"
+    yield _nowhere_worse(comparison, PULL, STOCK_PULL, what, "stock pull")
+    yield _like_push(comparison, ("decode",), "on decode")
+    yield _like_push(comparison, SIDES, "on both engines")
 
 
 def _better(
@@ -109,11 +121,12 @@ def _handover_bound(comparison: Comparison, ours: str, chunk_tokens: int) -> Tar
     return Target(what, limit, figure, "met" if one.figure <= bound else "missed")
 
 
-def _nowhere_worse(comparison: Comparison, ours: str) -> Target:
-    what, limit = "every cell, TTFT and TPOT p50", "not worse than a stock connector beyond the interval"
+def _nowhere_worse(comparison: Comparison, ours: str, rivals: Iterable[str], what: str, whom: str) -> Target:
+    limit = f"not worse than {whom} beyond the interval"
     worse, compared = [], 0
     for cell in comparison.cells:
-        for theirs in (*comparison.stock(cell), *comparison.stock(cell, synchronous=True)):
+        stock = (*comparison.stock(cell), *comparison.stock(cell, synchronous=True))
+        for theirs in filter(frozenset(rivals).__contains__, stock):
             for metric in ("ttft", "tpot"):
                 one = comparison.against(ours, theirs, cell, metric, 0.5)
                 compared += one is not None
@@ -151,6 +164,21 @@ def _hooks(comparison: Comparison, ours: str, side: str) -> Target:
     figure = f"{busy * 1000:.2f} ms; with the idle calls of an answer's steps {every * 1000:.2f} ms"
     figure += f" ({', '.join(stock)})" if stock else ""
     return Target(what, limit, figure, "met" if busy <= HOOK_SECONDS_MAX else "missed")
+
+
+def _like_push(comparison: Comparison, sides: Sequence[str], where: str) -> Target:
+    """What a pulled request costs the engines' main threads, beside a pushed one."""
+    cell = Cell(1, LONG_PROMPT_TOKENS)
+    what = f"hooks per pulled request {where} at {cell.name}"
+    limit = f"at most {PULL_HOOKS_RATIO_MAX:g} x those of a pushed one"
+    pulled, pushed = (
+        [comparison.costs.busy_hooks_per_request(name, cell, side) for side in sides] for name in (PULL, PUSH)
+    )
+    if None in pulled or None in pushed:
+        return Target(what, limit, "", "not measured")
+    ours, theirs = sum(filter(None, pulled)), sum(filter(None, pushed))
+    figure = f"{ours * 1000:.2f} and {theirs * 1000:.2f} ms"
+    return Target(what, limit, figure, "met" if ours <= PULL_HOOKS_RATIO_MAX * theirs else "missed")
 
 
 def _idle(comparison: Comparison, ours: str, side: str) -> Target:

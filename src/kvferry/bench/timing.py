@@ -84,6 +84,8 @@ class TransferTimes(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     posted_ns: int
     done_ns: int
     descriptors: int = 0
+    operation: str = "WRITE"
+    """`READ` when the engine that receives has posted it."""
 
 
 class Verified(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="verified"):

@@ -110,6 +110,29 @@ async def test_ferry_push_sends_both_legs_with_a_transfer_id_of_their_own() -> N
         assert (other.source.engine, other.source.port, other.source.incarnation) == ("prefill-0", 5600, "i1")
 
 
+async def test_ferry_pull_sends_the_answer_on_with_a_transfer_id_of_its_own_and_the_mode() -> None:
+    told = SOURCE | {"kvferry_incarnation": "i1", "remote_num_tokens": 20, "transfer_mode": "push", "x": 1}
+    async with staged(FerryPull, told) as stage:
+        await stage.prepare()
+        await stage.send("r-0")
+        await stage.send("r-1")
+        produced = [parse_request(body["kv_transfer_params"]) for body in stage.prefill.bodies]
+        consumed = [parse_request(body["kv_transfer_params"]) for body in stage.decode.bodies]
+        passed_on = [body["kv_transfer_params"]["x"] for body in stage.decode.bodies]
+    assert len({leg.transfer for leg in produced if leg is not None}) == 2
+    assert passed_on == [1, 1], "what only the engines understand goes on too"
+    for leg, other in zip(produced, consumed, strict=True):
+        assert isinstance(leg, PrefillParams)
+        assert isinstance(other, DecodeParams)
+        assert leg.transfer == other.transfer is not None
+        assert (leg.mode, other.mode) == ("pull", "pull")
+        assert (other.source.engine, other.source.incarnation, other.prefilled_tokens) == (
+            "prefill-0",
+            "i1",
+            20,
+        )
+
+
 async def test_ferrys_coordinates_are_asked_for_without_holding_anything() -> None:
     async with staged(FerryPush, SOURCE) as stage:
         await stage.dispatch.prepare(stage.session, ask("warm"))
@@ -177,7 +200,7 @@ async def test_vllm_push_warms_up_with_a_whole_hand_over_so_that_no_lease_is_lef
 
 
 @pytest.mark.parametrize("kind", [FerryPull, VllmPull])
-async def test_pull_sends_the_decode_leg_with_what_prefill_answered(
+async def test_pull_sends_the_decode_leg_when_prefill_has_answered(
     kind: Callable[[str, str, Style], Dispatch],
 ) -> None:
     async with staged(kind, VLLM) as stage:
@@ -189,17 +212,7 @@ async def test_pull_sends_the_decode_leg_with_what_prefill_answered(
         stage.prefill.gate.set()
         await sending
         assert stage.prefill.order == ["prefill", "decode"]
-        assert stage.decode.bodies[0]["kv_transfer_params"] == VLLM
-
-
-async def test_ferry_pull_mints_a_transfer_for_each_request_and_says_the_mode() -> None:
-    async with staged(FerryPull, VLLM) as stage:
-        await stage.prepare()
-        await stage.send("r-0")
-        await stage.send("r-1")
-        legs = [parse_request(body["kv_transfer_params"]) for body in stage.prefill.bodies]
-    assert len({leg.transfer for leg in legs if leg is not None}) == 2
-    assert {leg.mode for leg in legs if leg is not None} == {"pull"}
+        assert stage.decode.bodies[0]["kv_transfer_params"].items() >= VLLM.items()
 
 
 async def test_under_pull_a_request_is_sent_when_its_prefill_leg_is() -> None:

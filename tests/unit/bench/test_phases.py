@@ -67,7 +67,7 @@ def test_every_milestone_makes_its_phase_and_together_they_are_the_time_to_first
         },
         abs=1e-6,
     )
-    assert list(found.seconds) == [name for name in PHASES if name != "transfer"]
+    assert list(found.seconds) == [name for name in PHASES if name not in {"read", "transfer"}]
     assert sum(found.seconds.values()) == pytest.approx(0.5, abs=1e-6)
     assert found.handover == pytest.approx(0.27)
     assert found.received == pytest.approx(0.15)
@@ -79,6 +79,18 @@ def test_what_happened_behind_prefill_costs_nothing() -> None:
     found = cut(prefill, decode, moved((1.05, 1.21)))
     assert found.seconds["registration"] == found.seconds["match"] == 0.0
     assert found.seconds["write"] == pytest.approx(0.01)
+
+
+def test_what_the_decode_engine_fetches_is_read() -> None:
+    reads = [
+        TransferTimes(request="d", posted_ns=at(posted), done_ns=at(done), operation="READ")
+        for posted, done in ((1.25, 1.28), (1.26, 1.31))
+    ]
+    decode = RequestTimes(request="d", allocated_ns=at(1.22), received_ns=at(1.33), first_token_ns=at(1.4))
+    found = cut(PREFILL, decode, reads)
+    hand_over = {name: found.seconds[name] for name in ("registration", "match", "read", "notice")}
+    assert hand_over == pytest.approx({"registration": 0.02, "match": 0.03, "read": 0.06, "notice": 0.02})
+    assert "write" not in found.seconds
 
 
 def test_moving_is_when_at_least_one_transfer_was_posted_and_not_done() -> None:

@@ -118,5 +118,43 @@ def test_synchronous_posting_has_its_own_rows() -> None:
     assert "synchronous" in found["TTFT p50, synchronous posting at 8 x 16k"].figure
 
 
+def both_modes(world: World) -> dict[str, Target]:
+    connectors = ("ferry-push", "ferry-pull", "vllm-push", "vllm-pull")
+    return judged(world, options(cells=LOADS, cell_seconds=4.0, connectors=connectors))
+
+
+def test_pull_is_held_against_stock_pull_and_against_push() -> None:
+    found = both_modes(World(handover={**FAST, "ferry-pull": 0.15}, hooks={"ferry-pull": 0.00035}))
+    for what in (
+        "pull in every cell, TTFT and TPOT p50",
+        "hooks per pulled request on decode at 1 x 16k",
+        "hooks per pulled request on both engines at 1 x 16k",
+    ):
+        assert found[what].verdict == "met", found[what]
+    assert found["hooks per pulled request on decode at 1 x 16k"].figure == "0.35 and 0.30 ms"
+    assert found["hooks per pulled request on both engines at 1 x 16k"].figure == "0.70 and 0.60 ms"
+    # Stock push is no measure for pull, and our push is judged as without pull.
+    assert found["pull in every cell, TTFT and TPOT p50"].figure == "none of 8 comparisons"
+    assert found["every cell, TTFT and TPOT p50"].figure == "none of 16 comparisons"
+
+
+def test_a_slower_or_costlier_pull_misses() -> None:
+    found = both_modes(World(handover={**FAST, "ferry-pull": 0.4}, hooks={"ferry-pull": 0.0004}))
+    slow = found["pull in every cell, TTFT and TPOT p50"]
+    assert slow.verdict == "missed"
+    assert "TTFT at 1 x 16k" in slow.figure
+    assert found["hooks per pulled request on decode at 1 x 16k"].verdict == "missed"
+    assert found["hooks per pulled request on both engines at 1 x 16k"].verdict == "missed"
+
+
+def test_pull_alone_has_its_own_targets_and_no_others() -> None:
+    made = options(cells=LOADS, connectors=("ferry-pull", "vllm-pull"), baseline=False)
+    found = judged(World(handover={**FAST, "ferry-pull": 0.15}), made)
+    assert "TTFT p50 at 8 x 16k" not in found
+    assert found["pull in every cell, TTFT and TPOT p50"].verdict == "met"
+    assert found["hooks per pulled request on decode at 1 x 16k"].verdict == "not measured"
+    assert found["pages, answers, requests"].verdict == "met"
+
+
 def test_a_comparison_without_us_has_no_targets() -> None:
     assert judged(World(), options(connectors=("vllm-push",), baseline=False)) == {}
