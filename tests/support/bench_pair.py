@@ -88,9 +88,9 @@ class StubPair:
         self._asked += 1
         return dict.fromkeys(self.engines, 0.1 * self._asked)
 
-    def thread_seconds(self) -> dict[str, float]:
-        """A fiftieth of a second more each time that `cpu_seconds` is asked."""
-        return dict.fromkeys(self.engines, 0.02 * self._asked)
+    def part_seconds(self) -> dict[str, dict[str, float]]:
+        """Of kvferry a fiftieth of a second more each time that `cpu_seconds` is asked."""
+        return {side: {"main": 0.05 * self._asked, "kvferry": 0.02 * self._asked} for side in self.engines}
 
     def check(self) -> None:
         """Raise what ended an engine."""

@@ -151,6 +151,7 @@ class World:
             }
         return EngineCost(
             cpu_seconds=1.5,
+            parts={"main": 0.02 * count, "kvferry": 0.03 * count},
             hooks=() if name == BASELINE else (hook, builds) if self.tells_idle_calls else (hook,),
             steps=late,
             pages=0 if side == "prefill" else 1000,

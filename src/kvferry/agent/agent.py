@@ -7,18 +7,17 @@ the `Desk`.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from kvferry.agent.desk import Desk
 from kvferry.agent.links import Identity, Resolver
 from kvferry.agent.loop import Loop
 from kvferry.agent.parent import LOOK_SECONDS, ParentWatch
 from kvferry.agent.stats import Stats
+from kvferry.agent.threads import show_name
 from kvferry.errors import TransportError
 from kvferry.ids import PeerName, TransferId
 from kvferry.layout.spec import CacheSpec
@@ -126,7 +125,7 @@ class Agent:
     # --- the agent's thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
-        _name_thread()
+        show_name()
         parent = ParentWatch()
         try:
             transport = self._make_transport(self._identity.peer)
@@ -158,10 +157,3 @@ class Agent:
         except Exception as error:
             logger.exception("the transfer agent has stopped; its transfers fail")
             self._desk.fail_everything(loop, error)
-
-
-def _name_thread() -> None:
-    """Show the thread's name in `top -H`, where the system lets us; Python itself does not before 3.14."""
-    with contextlib.suppress(OSError):
-        comm = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
-        comm.write_text(THREAD_NAME[:15], encoding="ascii")

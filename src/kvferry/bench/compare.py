@@ -198,14 +198,17 @@ class _Measured:
 
     async def _idle(self) -> tuple[dict[Side, float], dict[Side, float]]:
         await asyncio.sleep(SETTLE_SECONDS)
-        before = self.pair.cpu_seconds(), self.pair.thread_seconds()
+        before = self.pair.cpu_seconds(), self._own_seconds()
         await asyncio.sleep(IDLE_SECONDS)
-        after = self.pair.cpu_seconds(), self.pair.thread_seconds()
+        after = self.pair.cpu_seconds(), self._own_seconds()
         whole, threads = (
             {side: round(later[side] - sooner[side], 4) for side in sooner}
             for sooner, later in zip(before, after, strict=True)
         )
         return whole, threads
+
+    def _own_seconds(self) -> dict[Side, float]:
+        return {side: parts["kvferry"] for side, parts in self.pair.part_seconds().items()}
 
     async def _cell(
         self, http: aiohttp.ClientSession, dispatch: Dispatch, watch: Watch, cell: Cell

@@ -74,6 +74,16 @@ class Costs:
         seconds = sum(run.load.seconds for run in runs)
         return sum(run.engines[side].cpu_seconds for run in runs) / seconds if seconds else None
 
+    def parts_per_request(self, connector: str, cell: Cell, side: Side) -> dict[str, float]:
+        """CPU seconds of an engine per answered request, by what its threads do."""
+        runs = self._runs_of(connector, cell)
+        requests = _answered(runs)
+        found: dict[str, float] = {}
+        for cost in self._costs(runs, side):
+            for part, seconds in cost.parts.items():
+                found[part] = found.get(part, 0.0) + seconds / requests
+        return found
+
     def hidden_share(self, connector: str, cell: Cell) -> float | None:
         """Share of the KV's bytes that were posted before prefill had ended; None where nobody counts it."""
         if CONNECTORS[connector].kind != "ours":
@@ -112,13 +122,17 @@ class Costs:
         self, connector: str, cell: Cell, side: Side, seconds: Callable[[HookCost], float]
     ) -> float | None:
         runs = self._runs_of(connector, cell)
-        requests = sum(len(run.load.records) - len(run.load.failures) for run in runs)
+        requests = _answered(runs)
         hooks = [hook for cost in self._costs(runs, side) for hook in cost.hooks]
         return sum(map(seconds, hooks)) / requests if hooks and requests else None
 
     @staticmethod
     def _costs(runs: Iterable[CellRun], side: Side) -> list[EngineCost]:
         return [run.engines[side] for run in runs if side in run.engines]
+
+
+def _answered(runs: Iterable[CellRun]) -> int:
+    return sum(len(run.load.records) - len(run.load.failures) for run in runs)
 
 
 def _joined(one: HookCost, other: HookCost) -> HookCost:

@@ -75,6 +75,8 @@ class EngineCost(msgspec.Struct, frozen=True, kw_only=True):
     """One engine during a cell."""
 
     cpu_seconds: float
+    parts: dict[str, float] = {}
+    """CPU time by what the engine's threads do."""
     hooks: tuple[HookCost, ...] = ()
     steps: StepCost | None = None
     pages: int = 0

@@ -49,8 +49,8 @@ class Pair(Protocol):
         """CPU time of each engine's processes so far."""
         ...
 
-    def thread_seconds(self) -> dict[Side, float]:
-        """CPU time of kvferry's own threads in them so far."""
+    def part_seconds(self) -> dict[Side, dict[str, float]]:
+        """CPU time of each engine so far by its parts, of which `kvferry` is its own threads."""
         ...
 
     def check(self) -> None:
@@ -92,6 +92,7 @@ class Mark:
     """One engine at one moment."""
 
     cpu_seconds: float
+    parts: Mapping[str, float]
     counters: Mapping[str, float]
     hooks: Mapping[tuple[str, str], HookTimes]
     verified: Verified
@@ -107,13 +108,13 @@ class Watch:
 
     async def mark(self) -> dict[Side, Mark]:
         """Remember where the engines stand, and forget the requests and steps before."""
-        cpu_seconds = self._pair.cpu_seconds()
+        cpu_seconds, parts = self._pair.cpu_seconds(), self._pair.part_seconds()
         marks = {}
         for side, noted in self._noted.items():
             noted.read()
             noted.requests, noted.transfers, noted.steps = {}, {}, []
             counters = await read_counters(self._session, self._pair.urls[side])
-            marks[side] = Mark(cpu_seconds[side], counters, dict(noted.hooks), noted.verified)
+            marks[side] = Mark(cpu_seconds[side], parts[side], counters, dict(noted.hooks), noted.verified)
         return marks
 
     async def wait_for(self, requests: Iterable[str]) -> None:
@@ -140,17 +141,20 @@ class Watch:
 
     async def costs(self, marks: Mapping[Side, Mark]) -> dict[Side, EngineCost]:
         """What each engine has cost since the mark."""
-        cpu_seconds = self._pair.cpu_seconds()
+        cpu_seconds, parts = self._pair.cpu_seconds(), self._pair.part_seconds()
         return {
-            side: await self._cost(side, mark, cpu_seconds[side] - mark.cpu_seconds)
-            for side, mark in marks.items()
+            side: await self._cost(side, mark, cpu_seconds[side], parts[side]) for side, mark in marks.items()
         }
 
-    async def _cost(self, side: Side, mark: Mark, cpu_seconds: float) -> EngineCost:
+    async def _cost(
+        self, side: Side, mark: Mark, cpu_seconds: float, parts: Mapping[str, float]
+    ) -> EngineCost:
         noted = self._noted[side]
         counters = await read_counters(self._session, self._pair.urls[side])
         return EngineCost(
-            cpu_seconds=round(cpu_seconds, 4),
+            cpu_seconds=round(cpu_seconds - mark.cpu_seconds, 4),
+            # A thread that has ended meanwhile takes its time along.
+            parts={part: round(max(now - mark.parts[part], 0.0), 4) for part, now in parts.items()},
             hooks=tuple(_hook_costs(noted.hooks, mark.hooks)),
             steps=step_cost(noted.steps),
             pages=noted.verified.pages - mark.verified.pages,

@@ -18,8 +18,13 @@ from kvferry.cli.processes import ServerProcess, ServerSpec
 
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _TICKS = os.sysconf("SC_CLK_TCK")
-THREADS = ("kvferry-transf", "kvferry-direct", "kvferry-resolv", "kvferry-probe")
-"""How the names of kvferry's own threads begin, as Linux cuts them; the emulator's are not among them."""
+_ENGINE = "VLLM::Engine"
+"""How the name of an engine core's process begins; a server's other processes speak HTTP."""
+_THREADS = {
+    "kvferry": ("kvferry-transf", "kvferry-direct", "kvferry-resolv", "kvferry-probe"),
+    "emulator": ("kvferry-device", "kvferry-journal"),
+}
+"""Parts of an engine core by how the names of their threads begin, as Linux cuts them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +52,9 @@ class EmulatedPair:
         """CPU time of each engine's processes so far; those that have ended are no longer counted."""
         return {side: cpu_seconds(self._fleet[side]) for side in self.urls}
 
-    def thread_seconds(self) -> dict[Side, float]:
-        """CPU time of kvferry's own threads in each engine's processes so far."""
-        return {side: thread_seconds(self._fleet[side]) for side in self.urls}
+    def part_seconds(self) -> dict[Side, dict[str, float]]:
+        """CPU time of each engine so far, by the parts that `part_seconds` names."""
+        return {side: part_seconds(self._fleet[side]) for side in self.urls}
 
     def check(self) -> None:
         """Raise `FleetError` if an engine has ended."""
@@ -128,25 +133,35 @@ def cpu_seconds(server: ServerProcess) -> float:
     return sum(_ticks(pid) for pid in server.members()) / _TICKS
 
 
-def thread_seconds(server: ServerProcess) -> float:
-    """CPU time of kvferry's threads, and of those that its backends have started, in a server's processes."""
-    return (
-        sum(
-            _thread_nanoseconds(task)
-            for pid in server.members()
-            for task in Path(f"/proc/{pid}/task").glob("*")
-        )
-        / 1e9
-    )
+def part_seconds(server: ServerProcess) -> dict[str, float]:
+    """CPU time of the threads of a server that are running, by what they do.
+
+    `http`: the processes that speak HTTP. `main`: the engine core's main thread, where steps are planned and
+    a connector's hooks run. `kvferry`: its threads, and those that its backends have started. `emulator`: the
+    emulated device and the journal. `other`: what is left of the engine core; threads that NIXL has started
+    for vLLM's connectors are here.
+    """
+    found = dict.fromkeys(("http", "main", *_THREADS, "other"), 0)
+    for pid in server.members():
+        in_core = _read(Path(f"/proc/{pid}/comm")).startswith(_ENGINE)
+        for task in Path(f"/proc/{pid}/task").glob("*"):
+            part = "http" if not in_core else "main" if task.name == str(pid) else _part(task)
+            # The first figure is the time on a core, in nanoseconds.
+            found[part] += int((_read(task / "schedstat").split() or ["0"])[0])
+    return {part: nanoseconds / 1e9 for part, nanoseconds in found.items()}
 
 
-def _thread_nanoseconds(task: Path) -> int:
+def _part(task: Path) -> str:
+    name = _read(task / "comm")
+    return next((part for part, begins in _THREADS.items() if name.startswith(begins)), "other")
+
+
+def _read(path: Path) -> str:
+    """Empty for a thread that has ended meanwhile."""
     try:
-        if not (task / "comm").read_text(encoding="utf-8").startswith(THREADS):
-            return 0
-        return int((task / "schedstat").read_text(encoding="utf-8").split()[0])
+        return path.read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):
-        return 0
+        return ""
 
 
 def _ticks(pid: int) -> int:

@@ -20,6 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvferry.agent.threads import show_name
+
 logger = logging.getLogger(__name__)
 
 Work = Callable[[], None]
@@ -177,6 +179,7 @@ class Device:
         self._thread.join()
 
     def _run(self) -> None:
+        show_name()
         while True:
             queued = self._next()
             if queued is None:

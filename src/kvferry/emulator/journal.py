@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from kvferry.agent.threads import show_name
+
 logger = logging.getLogger(__name__)
 
 GATHER_SECONDS = 0.5
@@ -104,6 +106,7 @@ class Journal:
             self._file = None
 
     def _run(self) -> None:
+        show_name()
         while not self._closing.is_set():
             self._something.wait()
             self._closing.wait(GATHER_SECONDS)

@@ -115,6 +115,7 @@ def test_what_engines_noted_and_cost_in_a_cell_is_kept_without_the_warm_up(tmp_p
     assert (decode.steps.count, decode.steps.modelled) == (count, 0.005)
     assert decode.steps.p50 == pytest.approx(0.001)
     assert decode.cpu_seconds == pytest.approx(0.1)
+    assert decode.parts == pytest.approx({"main": 0.05, "kvferry": 0.02})
 
 
 def test_idle_engines_are_watched_before_the_first_cell(tmp_path: Path) -> None:

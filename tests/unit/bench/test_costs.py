@@ -45,7 +45,7 @@ def costs(*hooks: HookCost, repeats: int = 1) -> Costs:
             cell=(CELL.rate, CELL.input_tokens),
             load=load,
             phases=(),
-            engines={"decode": EngineCost(cpu_seconds=1.0, hooks=hooks)},
+            engines={"decode": EngineCost(cpu_seconds=1.0, hooks=hooks, parts={"main": 0.3, "http": 0.1})},
         )
         for repeat in range(repeats)
     ]
@@ -86,3 +86,9 @@ def test_engines_that_do_not_tell_idle_calls_have_no_idle_step(hooks: tuple[Hook
 def test_without_hooks_or_on_another_engine_nothing_is_known() -> None:
     assert costs().busy_hooks_per_request("ferry-push", CELL, "decode") is None
     assert costs(BUILD).busy_hooks_per_request("ferry-push", CELL, "prefill") is None
+
+
+def test_cpu_time_by_threads_is_per_answered_request_over_all_repeats() -> None:
+    found = costs(repeats=3).parts_per_request("ferry-push", CELL, "decode")
+    assert found == pytest.approx({"main": 0.15, "http": 0.05})
+    assert costs().parts_per_request("ferry-push", CELL, "prefill") == {}

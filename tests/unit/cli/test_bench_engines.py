@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="the emulator's options are vLLM's")
 
+from kvferry.agent.threads import show_name
 from kvferry.bench.connectors import BASELINE, CONNECTORS
-from kvferry.cli.bench_engines import Emulation, cpu_seconds, engine, transfer_config
+from kvferry.cli import bench_engines
+from kvferry.cli.bench_engines import Emulation, cpu_seconds, engine, part_seconds, transfer_config
 from kvferry.cli.fleet import Fleet
-from tests.support.stub_fleet import stub_spec
+from tests.support.stub_fleet import eventually, stub_spec
 
 EMULATION = Emulation(
     preset="qwen3-32b-unsaturated",
@@ -84,5 +89,33 @@ def test_cpu_time_is_that_of_the_server_and_ends_with_it(tmp_path: Path) -> None
         used = cpu_seconds(fleet["engine"])
         # A Python server that answers has used some, and it cannot have used more than all cores since then.
         assert 0 < used < 20 * (os.cpu_count() or 1)
+        parts = part_seconds(fleet["engine"])
+        assert parts["http"] > 0, "no part of it is an engine core"
+        assert sum(parts.values()) == parts["http"]
         fleet["engine"].kill()
         assert cpu_seconds(fleet["engine"]) == 0
+
+
+def test_an_engine_cores_threads_are_told_apart_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process plays the engine core."""
+    monkeypatch.setattr(bench_engines, "_ENGINE", Path("/proc/self/comm").read_text().strip())
+    server: Any = SimpleNamespace(members=lambda: [os.getpid()])
+    done = threading.Event()
+
+    def work() -> None:
+        show_name()
+        while not done.is_set():
+            pass
+
+    names = ("kvferry-transfer", "kvferry-device", "pt_main_thread")
+    threads = [threading.Thread(target=work, name=name) for name in names]
+    for thread in threads:
+        thread.start()
+    try:
+        for part in ("main", "kvferry", "emulator", "other"):
+            assert eventually(lambda part=part: part_seconds(server)[part] > 0), part
+        assert part_seconds(server)["http"] == 0
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
