@@ -66,6 +66,16 @@ class Comparison:
         return sorted({Cell(*run.cell) for run in self.runs})
 
     @cached_property
+    def busiest_cell(self) -> Cell:
+        """The cell that asks most of the engines."""
+        return max(self.cells, key=lambda cell: (cell.rate * cell.input_tokens, cell.input_tokens))
+
+    @cached_property
+    def longest_quiet_cell(self) -> Cell:
+        """The cell with the longest prompts at the lowest rate: a request's own costs show there."""
+        return min(self.cells, key=lambda cell: (-cell.input_tokens, cell.rate))
+
+    @cached_property
     def _runs_of(self) -> dict[tuple[str, Cell], list[CellRun]]:
         found: dict[tuple[str, Cell], list[CellRun]] = {}
         for run in sorted(self.runs, key=lambda run: run.repeat):

@@ -20,6 +20,7 @@ from kvferry.bench.connectors import BASELINE, CONNECTORS
 from kvferry.bench.costs import SIDES
 from kvferry.bench.grid import Cell, tokens_text
 from kvferry.bench.phases import PHASES
+from kvferry.bench.svg import slim
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -250,7 +251,7 @@ def as_svg(figure: Figure, salt: str) -> str:
     # Every part has a name, the same in every figure; only what is referred to keeps it.
     used = set(re.findall(r"#([\w-]+)", element))
     element = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", element)
-    return element.replace("<svg ", '<svg role="img" style="max-width:100%;height:auto" ', 1)
+    return slim(element.replace("<svg ", '<svg role="img" style="max-width:100%;height:auto" ', 1), salt)
 
 
 def save_png(figure: Figure, path: Path) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from kvferry.bench.analysis import Comparison
+from kvferry.bench.analysis import HANDOVER, Comparison
 from kvferry.bench.connectors import BASELINE, CONNECTORS
-from kvferry.bench.costs import SIDES
+from kvferry.bench.cost_tables import costliest_hooks, hidden, hooks, jitter, processor, transfers
 from kvferry.bench.grid import Cell
+from kvferry.bench.markup import by_load, table
 from kvferry.bench.phases import PHASES
-from kvferry.bench.results import HookCost
 from kvferry.bench.tables import Row
 from kvferry.bench.targets import Target
 
@@ -27,10 +27,11 @@ th, td { padding: .28rem .6rem; text-align: right; border-bottom: 1px solid #e4e
 th { border-bottom-color: #9aa5b1; } th:first-child, td:first-child, td.text, th.text { text-align: left; }
 td.text { white-space: normal; } .scroll { overflow-x: auto; }
 .met { color: #18633c; font-weight: 600; } .missed { color: #a61b1b; font-weight: 600; }
-.open { color: #52606d; } summary { cursor: pointer; margin: .6rem 0; }
+.open { color: #52606d; } td.group { border-top: 1px solid #9aa5b1; }
+.beside { display: flex; flex-wrap: wrap; gap: .4rem 2rem; }
+.beside h3 { font-size: .9rem; margin: .6rem 0 .1rem; }
+.better { background: #d8f0e0; } .worse { background: #fbdcdc; } summary { cursor: pointer; margin: .6rem 0; }
 """
-SHOWN_SECONDS_MIN = 5e-6
-"""Hooks that take less per request are not shown."""
 _CLASSES = {"met": "met", "missed": "missed", "not measured": "open"}
 
 
@@ -46,7 +47,8 @@ def page(
         "<h1>kvferry and vLLM's own connectors, on emulated engines</h1>",
         f"<p>{escape(verdict)}</p>",
         _method(comparison),
-        _section("Targets", "", _targets(targets)),
+        _section("Targets", _TARGETS if len(comparison.ours()) > 1 else "", _targets(targets)),
+        _section("Beside the better of vLLM's connectors", _GLANCE, _glance(comparison)),
         _section(
             "Time to first token",
             "From the moment a request is due. Points are medians (above) and 95th percentiles (below) of "
@@ -60,14 +62,16 @@ def page(
         ),
         _section("Hand-over", _HANDOVER, _picture(pictures, "handover")),
         _section("Where the time to first token goes", _phase_words(), _picture(pictures, "phases")),
-        _section("Posted before prefill ended", _HIDDEN, _hidden(comparison), _transfers(comparison)),
+        _section("Posted before prefill ended", _HIDDEN, hidden(comparison), transfers(comparison)),
         _section(
             "What it costs the engines",
             _COSTS,
             _picture(pictures, "costs"),
-            _hooks(comparison),
-            _costliest_hooks(comparison),
+            hooks(comparison),
+            costliest_hooks(comparison),
+            processor(comparison),
         ),
+        _section("Steps with and without transfers", _JITTER, jitter(comparison)),
         _section("All figures", "Milliseconds.", _all_figures(rows)),
         _section("How it was run", "", _options(comparison)),
     ]
@@ -80,13 +84,23 @@ def page(
     )
 
 
+_TARGETS = "Those of kvferry push, where a row does not name pull."
+_GLANCE = (
+    "Our figure over that of vLLM's connector, with its usual posting, which is better in that cell, on the "
+    "requests that both have answered. Green and red where the whole 95 % interval is on one side of 1; the "
+    "interval shows where the pointer rests."
+)
+_JITTER = (
+    "By how much steps took longer than their modelled time, the device's wait for them included. What the "
+    "machine itself adds stands in the row of the engine without transfers."
+)
 _HANDOVER = (
     "From the end of prefill on the prefill engine's device to the end of the first decode step on the "
     "decode engine's. It includes the steps that vLLM's asynchronous scheduling had already planned."
 )
 _HIDDEN = (
-    "Share of the KV's bytes that had been posted when prefill ended. vLLM's connectors begin when the "
-    "request has ended, so theirs is none."
+    "Share of the KV's bytes that kvferry's push had posted when prefill ended. vLLM's connectors begin when "
+    "the request has ended, and so does pull; theirs is none."
 )
 _COSTS = (
     "Hooks run on an engine's main thread. In the picture, calls in steps that move nothing are included; "
@@ -138,89 +152,36 @@ def _phase_words() -> str:
     return f"What has happened before its phase's turn costs nothing in it. {told[0].upper()}{told[1:]}."
 
 
-def _hidden(comparison: Comparison) -> str:
-    rows = []
+def _glance(comparison: Comparison) -> str:
+    """Our ratios to the better stock connector: a small table per metric, lengths down, rates across."""
+    found = []
     for name in comparison.ours():
-        shares = [comparison.costs.hidden_share(name, cell) for cell in comparison.cells]
-        cells = ["" if share is None else f"{share:.0%}" for share in shares]
-        rows.append([CONNECTORS[name].label, *cells])
-    if not rows:
+        for metric, share, title in _GLANCED:
+
+            def ratio(cell: Cell, name: str = name, metric: str = metric, share: float = share) -> str:
+                return _ratio(comparison, name, cell, metric, share)
+
+            made = by_load(comparison.cells, ratio)
+            found += [f"<div><h3>{CONNECTORS[name].label}, {title}</h3>{made}</div>"] if made else []
+    return f'<div class="beside">{"".join(found)}</div>' if found else '<p class="faint">Not measured.</p>'
+
+
+_GLANCED = (
+    ("ttft", 0.5, "TTFT p50"),
+    ("ttft", 0.95, "TTFT p95"),
+    ("tpot", 0.5, "TPOT p50"),
+    (HANDOVER, 0.5, "hand-over p50"),
+)
+
+
+def _ratio(comparison: Comparison, name: str, cell: Cell, metric: str, share: float) -> str:
+    told = comparison.against_better(name, cell, metric, share)
+    if told is None:
         return ""
-    return _table(["requests/s x tokens", *(cell.name for cell in comparison.cells)], rows)
-
-
-def _transfers(comparison: Comparison) -> str:
-    """What vLLM's connectors and kvferry count of their transfers, per answered request."""
-    cell = longest_quiet_cell(comparison)
-    rows = []
-    for name in comparison.connectors:
-        runs = comparison.runs_of(name, cell)
-        requests = sum(len(run.load.records) - len(run.load.failures) for run in runs)
-        for side in SIDES:
-            for metric, value in sorted(comparison.costs.counted(name, cell, side).items()):
-                row = [CONNECTORS[name].label, side, metric, f"{value / requests:,.4g}"]
-                rows += [row] if requests else []
-    if not rows:
-        return ""
-    head = ["connector", "engine", "metric", "per request"]
-    return f"<details><summary>What the engines count at {cell.name}</summary>{_table(head, rows)}</details>"
-
-
-def _hooks(comparison: Comparison) -> str:
-    """Per connector and engine: what its hooks cost for a request, and what in a step that has none."""
-    cell, costs = longest_quiet_cell(comparison), comparison.costs
-    rows = []
-    for name in comparison.connectors:
-        for side in SIDES:
-            busy = costs.busy_hooks_per_request(name, cell, side)
-            if busy is None:
-                continue
-            computing = costs.busy_hooks_per_request(name, cell, side, cpu=True) or 0.0
-            idle = costs.hooks_per_idle_step(name, cell, side)
-            every = costs.hooks_per_request(name, cell, side) or 0.0
-            row = [CONNECTORS[name].label, side, f"{busy * 1000:.3f}", f"{computing * 1000:.3f}"]
-            rows.append([*row, "" if idle is None else f"{idle * 1e6:.1f}", f"{every * 1000:.3f}"])
-    if not rows:
-        return ""
-    head = ["connector", "engine", "ms per request", "computing", "us per idle step", "with idle calls, ms"]
-    return f"<p>Hooks at {escape(cell.name)}:</p>{_table(head, rows)}"
-
-
-def _costliest_hooks(comparison: Comparison) -> str:
-    cell = longest_quiet_cell(comparison)
-    rows = []
-    for name in comparison.connectors:
-        requests = sum(len(run.load.records) for run in comparison.runs_of(name, cell))
-        for side in SIDES:
-            costliest = comparison.costs.hook_costs(name, cell, side)[:4]
-            rows += [
-                [CONNECTORS[name].label, side, *_hook(hook, requests)]
-                for hook in costliest
-                if hook.seconds / requests >= SHOWN_SECONDS_MIN
-            ]
-    if not rows:
-        return ""
-    head = ["connector", "engine", "hook", "ms per request", "computing"]
-    head += ["calls", "us per call", "idle calls", "us per idle call"]
-    return f"<details><summary>The costliest hooks at {cell.name}</summary>{_table(head, rows)}</details>"
-
-
-def _hook(hook: HookCost, requests: int) -> list[str]:
-    """Its calls that had to do with a request, then those that had not."""
-    return [
-        f"{hook.side}.{hook.hook}",
-        f"{hook.busy_seconds / requests * 1000:.3f}",
-        f"{hook.busy_cpu_seconds / requests * 1000:.3f}",
-        f"{hook.busy_count / requests:.1f}",
-        f"{hook.busy_seconds / hook.busy_count * 1e6:.1f}" if hook.busy_count else "",
-        f"{hook.idle_count / requests:.1f}",
-        f"{hook.idle_seconds / hook.idle_count * 1e6:.1f}" if hook.idle_count else "",
-    ]
-
-
-def longest_quiet_cell(comparison: Comparison) -> Cell:
-    """The cell with the longest prompts at the lowest rate: a request's own costs show there."""
-    return min(comparison.cells, key=lambda cell: (-cell.input_tokens, cell.rate))
+    one = told.ratio
+    side = ' class="better"' if one.high < 1 else ' class="worse"' if one.low > 1 else ""
+    hint = escape(f"{CONNECTORS[told.connector].label}, {one.low:.2f} to {one.high:.2f}")
+    return f'<td{side} title="{hint}">{one.figure:.2f}</td>'
 
 
 def _all_figures(rows: Sequence[Row]) -> str:
@@ -236,14 +197,20 @@ def _all_figures(rows: Sequence[Row]) -> str:
         "busy D": "decode_busy_cores",
     }
     head = ["cell", "connector", "requests", "failed", *columns]
-    body = []
+    body, before = "", None
     for row in rows:
         cell = Cell(row["rate"], row["input_tokens"])
         found = [row.get(column) for column in columns.values()]
         shown = ["" if value is None else f"{value:,.2f}" for value in found]
         label = CONNECTORS[row["connector"]].label
-        body.append([cell.name, label, str(row["requests"]), str(row["failed"]), *shown])
-    return _table(head, body) + "<p class='faint'>busy: cores kept busy by the engine during the cell.</p>"
+        # A cell's name stands before its first connector, under a line.
+        name, kind = ("", "") if cell == before else (cell.name, ' class="group"')
+        texts = [name, label, str(row["requests"]), str(row["failed"]), *shown]
+        body += f"<tr>{''.join(f'<td{kind}>{escape(text)}</td>' for text in texts)}</tr>"
+        before = cell
+    top = "".join(f"<th>{escape(one)}</th>" for one in head)
+    table = f'<div class="scroll"><table><tr>{top}</tr>{body}</table></div>'
+    return table + "<p class='faint'>busy: cores kept busy by the engine during the cell.</p>"
 
 
 def _options(comparison: Comparison) -> str:
@@ -259,13 +226,4 @@ def _options(comparison: Comparison) -> str:
         **options.engines,
     }
     rows = [[str(name), str(value)] for name, value in told.items()]
-    return _table(["option", "value"], rows, text=True)
-
-
-def _table(head: Iterable[str], rows: Iterable[Sequence[str]], *, text: bool = False) -> str:
-    kind = ' class="text"' if text else ""
-    top = "".join(f"<th{kind}>{escape(one)}</th>" for one in head)
-    body = "".join(
-        "<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    return f'<div class="scroll"><table><tr>{top}</tr>{body}</table></div>'
+    return table(["option", "value"], rows, text=True)

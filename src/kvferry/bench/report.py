@@ -10,7 +10,7 @@ from kvferry.bench import figures
 from kvferry.bench.analysis import HANDOVER, Comparison
 from kvferry.bench.connectors import CONNECTORS
 from kvferry.bench.grid import Cell
-from kvferry.bench.page import longest_quiet_cell, page
+from kvferry.bench.page import page
 from kvferry.bench.results import Results
 from kvferry.bench.tables import as_csv, as_document, cell_rows
 from kvferry.bench.targets import Target, targets
@@ -50,9 +50,8 @@ def write_report(results: Results) -> Written:
 
 def verdict_of(comparison: Comparison) -> str:
     """One line: our figures at the cell that asks most, beside the better stock connector's."""
-    busiest = max(comparison.cells, key=lambda cell: (cell.rate * cell.input_tokens, cell.input_tokens))
     names = comparison.ours() or comparison.connectors
-    return "; ".join(_told(comparison, name, busiest) for name in names)
+    return "; ".join(_told(comparison, name, comparison.busiest_cell) for name in names)
 
 
 def problems(comparison: Comparison) -> list[str]:
@@ -104,7 +103,7 @@ def _pictures(comparison: Comparison) -> dict[str, str]:
     cells = _telling_cells(comparison)
     if any(comparison.phases(name, cell) for name in comparison.connectors for cell in cells):
         drawn["phases"] = figures.phases_figure(comparison, cells)
-    drawn["costs"] = figures.costs_figure(comparison, longest_quiet_cell(comparison))
+    drawn["costs"] = figures.costs_figure(comparison, comparison.longest_quiet_cell)
     return {name: figures.as_svg(figure, salt=name) for name, figure in drawn.items()}
 
 

@@ -116,6 +116,22 @@ def test_the_page_tells_a_requests_hooks_from_an_idle_steps(page: Page) -> None:
     assert "scheduler.build_connector_meta" + "0.000" + "0.000" + "0.0" + "" + "32.0" + "1.0" in page.text
 
 
+def test_the_page_sets_each_cell_beside_the_better_stock_connector(page: Page, directory: Path) -> None:
+    assert "kvferry push, hand-over p50" + "tokens" + "1/s" + "4/s" + "1k" in page.text
+    text = (directory / HTML).read_text(encoding="utf-8")
+    assert re.search(r'<td class="better" title="vLLM pull, 0\.\d\d to 0\.\d\d">0\.\d\d</td>', text)
+
+
+def test_the_page_has_steps_with_and_without_transfers(page: Page) -> None:
+    for connector, side in (("kvferry push", "prefill"), ("decode alone, no transfer", "decode")):
+        assert connector + side + "100" + "5.50" + "0.20" + "0.70" + "2.00" + "10.00" in page.text
+
+
+def test_the_page_splits_processor_time_by_threads(page: Page) -> None:
+    assert "main thread" + "kvferry's threads" + "all" in page.text
+    assert "vLLM pull" + "decode" + "20.0" + "30.0" + "50.0" in page.text
+
+
 def test_the_targets_and_the_verdict_stand_in_the_page(page: Page, written: Written) -> None:
     assert written.verdict in page.text
     for target in written.targets:
