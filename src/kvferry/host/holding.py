@@ -30,6 +30,8 @@ from kvferry.protocol.commands import Advance, Command, Expect, Finish, Reclaim
 
 GIVE_BACK_SECONDS_MAX = 1.0
 """Ranks answer a `Reclaim` within a few steps, unless somebody has come for the KV."""
+NO_ROOM = "no_room"
+"""How a turn is counted that was not kept."""
 _OUTCOMES = {
     reasons.WRITTEN: "used",
     reasons.FETCHED: "used",
@@ -59,6 +61,8 @@ class _Hold:
     """The transfer by which the turn's prompt came; whoever dispatched it may ask by it."""
     blocks: int
     ranks: set[RankIndex]
+    outcome: str = "used"
+    """By what the ranks have reported so far; one that did not go well speaks for all."""
     given_back_at: float | None = None
 
 
@@ -109,7 +113,7 @@ class Holding:
         if salt is None or tokens < self.limits.tokens_min or wanted > len(blocks):
             return None
         if not self._make_room(wanted):
-            self.counts.count(HOLDS, labels=("no_room",))
+            self.counts.count(HOLDS, labels=(NO_ROOM,))
             return None
         told = told_prefixes(
             request.all_token_ids[:tokens], request.num_prompt_tokens, self.facts.block_tokens, salt
@@ -185,6 +189,8 @@ class Holding:
         if hold is None:
             return
         hold.ranks.discard(event.rank)
+        if hold.outcome == "used":
+            hold.outcome = _OUTCOMES.get(reasons.code_of(event.reason), "failed")
         if hold.ranks:
             return
         del self._holds[hold.name]
@@ -195,10 +201,15 @@ class Holding:
         else:
             self._returning_blocks -= hold.blocks
         self.pins.drop(hold.name)
-        self.counts.count(HOLDS, labels=(_OUTCOMES.get(reasons.code_of(event.reason), "failed"),))
+        self.counts.count(HOLDS, labels=(hold.outcome,))
 
     def __len__(self) -> int:
         return len(self._holds)
+
+    @property
+    def newest(self) -> RequestId:
+        """The name of what was kept last."""
+        return _name(self._made)
 
     @property
     def blocks(self) -> int:
@@ -207,8 +218,7 @@ class Holding:
 
     def _add(self, params: HeldParams, origin: TransferId, blocks: list[BlockId]) -> None:
         self._made += 1
-        # No request of the engine has such a name.
-        name = RequestId(f"held {self._made}")
+        name = self.newest
         hold = _Hold(name, params, origin, len(blocks), set(self.facts.ranks))
         self._holds[name] = self._by_origin[origin] = hold
         self._kept_blocks += len(blocks)
@@ -241,3 +251,8 @@ class Holding:
         self._returning_blocks += hold.blocks
         reason = reasons.because(reasons.STARVED, "its engine needs the memory")
         self._commands.append(Reclaim(hold.params.transfer, reason))
+
+
+def _name(number: int) -> RequestId:
+    """As no request of the engine is called."""
+    return RequestId(f"held {number}")

@@ -64,8 +64,8 @@ class World:
             FACTS, self.pins, self.counted, limits, lambda: self.now, lambda: f"minted-{next(minted):04}"
         )
 
-    def finish(self, name: str = "r", tokens: int = 33, **changes: Any) -> Any:
-        """A request of so many tokens ends; its blocks are numbered by the first letter of its name."""
+    def finish(self, name: str = "r", tokens: int = 34, **changes: Any) -> Any:
+        """A request of so many tokens ends; all have the same blocks."""
         params = DecodeParams(
             source=SOURCE, transfer=TransferId(f"origin-{name}"), consumers=changes.pop("consumers", 1)
         )
@@ -175,6 +175,14 @@ def test_each_hold_ends_under_one_name(world: World, reason: str, outcome: str) 
     world.finish()
     world.end(1, reason)
     assert world.counted == {(outcome,): 1}
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_a_rank_that_did_not_go_well_speaks_for_all(world: World, bad_rank: int) -> None:
+    world.finish()
+    for rank in range(2):
+        world.end(1, reasons.PEER_LOST if rank == bad_rank else reasons.WRITTEN, range(rank, rank + 1))
+    assert world.counted == {("failed",): 1}
 
 
 def test_the_oldest_make_room_for_the_newest(world: World) -> None:

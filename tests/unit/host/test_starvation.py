@@ -14,6 +14,7 @@ from kvferry.host.pins import Pins
 from kvferry.host.scheduler_consumer import SchedulerConsumer
 from kvferry.host.scheduler_producer import SchedulerProducer
 from kvferry.host.starvation import Starvation
+from kvferry.host.wanted import whole_prompt
 from kvferry.ids import EngineId, TransferId
 from kvferry.protocol.commands import Reclaim
 
@@ -51,7 +52,8 @@ def test_a_request_that_is_computed_here_wants_to_run_as_one_does_that_waits_for
     consumer = SchedulerConsumer(FACTS, Pins(), waiting_blocks_share=0.5, quarantine_share=0.5)
     source = SourceParams(engine=EngineId("p"), host="10.0.0.1", port=5600)
     assert not consumer.wants_to_run
-    consumer.announce(request("r"), DecodeParams(source=source, transfer=TransferId("t")))
+    params = DecodeParams(source=source, transfer=TransferId("t"))
+    consumer.announce(request("r"), whole_prompt(request("r"), params))
     assert consumer.wants_to_run
     consumer.allocated(request("r"), [1], 16)
     assert not consumer.wants_to_run, "it waits for its producer"

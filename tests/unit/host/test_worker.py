@@ -229,7 +229,7 @@ def test_hand_over_and_write_times_are_measured(agent):
     worker.begin(StepOrders(commands=[Finish("t"), RECEIVE]))
     agent.say(Released("t", "written"), Received("t", "r", 640))
     events = {event.request: event for event in worker.collect(("p",)).events}
-    assert events["p"] == Ended(0, "p", "written", handover_seconds=1.0)
+    assert events["p"] == Ended(0, "p", "written", handover_seconds=1.0, sending=True)
     assert events["r"] == Ended(0, "r", "written", bytes=640, write_seconds=1.0)
 
 

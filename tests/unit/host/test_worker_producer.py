@@ -40,7 +40,7 @@ def test_only_what_was_handed_over_has_a_time(outcome, seconds, failed, cancelle
     producer = producer_of()
     producer.prefill_ended("t", 10.0)
     assert producer.release(Released("t", outcome), 12.5) == Ended(
-        3, "r", outcome, handover_seconds=seconds, failed=failed, cancelled=cancelled, mode=mode
+        3, "r", outcome, handover_seconds=seconds, failed=failed, cancelled=cancelled, mode=mode, sending=True
     )
 
 
