@@ -239,7 +239,7 @@ class _Bench:
         blocks = sized or self._options.blocks
         prefill.life = decode.life = NO_COST
         transfers = [secrets.token_hex(16) for _ in range(count)]
-        decoding = self._arrive_at_decode(transfers, blocks, self._coordinates)
+        decoding, _ = self._arrive_at_decode(transfers, blocks, self._coordinates)
         prefilling = self._compute(transfers, blocks)
         finished = NO_COST
         prefill.engine.meter.take()
@@ -251,7 +251,7 @@ class _Bench:
         finished += cost - prefill.idle
         if sized is None:
             prefill.add(_each(FINISH, count), finished // count)
-        self._settle(len(sent), count)
+        self._settle(count, sent=len(sent))
         self._end_decode(decoding, _each(LIFE, count) if sized is None else _sized(sized))
 
     def _pull(self) -> None:
@@ -264,8 +264,9 @@ class _Bench:
         answer = prefill.engine.finish(prefilling)
         prefill.charge()
         prefill.step()
-        decoding = self._arrive_at_decode(transfers, self._options.blocks, answer)
-        self._settle(0, 1)
+        # All KV is there, so that it may have come when the decode engine's step ends.
+        decoding, received = self._arrive_at_decode(transfers, self._options.blocks, answer)
+        self._settle(1, received=received)
         self._end_decode(decoding, _each(PULLED, 1))
 
     def _end_decode(self, decoding: Sequence[Any], name: str) -> None:
@@ -282,7 +283,8 @@ class _Bench:
 
     def _arrive_at_decode(
         self, transfers: Sequence[str], blocks: int, source: Mapping[str, Any]
-    ) -> list[Any]:
+    ) -> tuple[list[Any], int]:
+        """The decode requests, and how many of them have their KV already."""
         engine, tokens = self._decode.engine, blocks * BLOCK_TOKENS
         requests = [
             engine.request(f"d-{transfer}", tokens, {**source, "transfer_id": transfer})
@@ -293,8 +295,8 @@ class _Bench:
             external = engine.arrive(request)
             engine.allocate(request, blocks, external)
         self._decode.charge()
-        self._decode.step()
-        return requests
+        _, _, received = self._decode.step()
+        return requests, len(received)
 
     def _compute(
         self, transfers: Sequence[str], size: int, more: Mapping[str, Any] | None = None
@@ -325,10 +327,9 @@ class _Bench:
                 self._prefill.add(ADVANCE, cost)
         return requests
 
-    def _settle(self, sent: int, count: int) -> None:
+    def _settle(self, count: int, *, sent: int = 0, received: int = 0) -> None:
         """Step both engines until every block of the producer is released and all KV has arrived."""
         deadline = time.monotonic() + TRANSFER_SECONDS_MAX
-        received = 0
         while sent < count or received < count:
             if time.monotonic() > deadline:
                 raise BenchError(
