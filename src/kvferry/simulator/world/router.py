@@ -271,13 +271,19 @@ class Router:
         if index is None:
             params = PrefillParams(transfer=transfer, consumers=item.consumers)
             return Request(name, item.prompt, 1, transfer, params, item.stops)
+        # What a router knows when it sends the legs one after the other.
+        prefilled = any(leg.normal for leg in dispatch.prefills)
         return Request(
             name,
             item.decode_prompt,
             item.decode_tokens,
             transfer,
             DecodeParams(
-                source=dispatch.source, transfer=transfer, mode=item.mode(index), consumers=item.consumers
+                source=dispatch.source,
+                transfer=transfer,
+                mode=item.mode(index),
+                consumers=item.consumers,
+                prefilled_tokens=item.prompt.tokens if prefilled else None,
             ),
         )
 
