@@ -42,7 +42,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
             vllm_config.kv_transfer_config.kv_connector_extra_config,
             vllm_config.parallel_config.data_parallel_index,
         )
-        if settings.both_directions:
+        if settings.bidirectional_kv_xfer:
             check_both_directions(vllm_config.kv_transfer_config)
         self._settings = settings
         self._scheduler: FerryScheduler | None = None

@@ -95,21 +95,21 @@ class FerryScheduler:
             self._pins,
             waiting_blocks_share=settings.waiting_blocks_share,
             quarantine_share=settings.quarantine_share,
-            recompute_tokens=settings.recompute_tokens,
+            recompute_tokens=settings.kv_recompute_threshold,
         )
         self.holding = Holding(
             facts,
             self._pins,
             self._stats,
             HoldLimits(
-                settings.hold_seconds,
+                settings.decoder_kv_blocks_ttl,
                 int(facts.block_count * settings.held_blocks_share),
-                max(settings.recompute_tokens, 1),
+                max(settings.kv_recompute_threshold, 1),
             ),
             clock,
             lambda: secrets.token_hex(16),
         )
-        self._both_directions = settings.both_directions and facts.produces and facts.consumes
+        self._both_directions = settings.bidirectional_kv_xfer and facts.produces and facts.consumes
 
     def bind_pool(self, pool: BlockPool) -> None:
         """The engine's block pool exists now."""

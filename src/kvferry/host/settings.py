@@ -98,13 +98,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the cache that may wait for remote KV; beyond it the scheduler is told to ask again."""
     quarantine_share: float
     """Share of the cache in quarantine beyond which the engine admits no remote KV and is not ready."""
-    both_directions: bool
+    bidirectional_kv_xfer: bool
     """Whether this engine keeps what it has decoded for the next turn, and takes what others have kept."""
-    hold_seconds: float
+    decoder_kv_blocks_ttl: float
     """How long it keeps a turn that nobody comes for."""
     held_blocks_share: float
     """Share of the cache that turns may occupy together; the oldest are given back first."""
-    recompute_tokens: int
+    kv_recompute_threshold: int
     """Fewer tokens than these are computed rather than kept or received."""
     drain_seconds: float
     """How long a step may wait at a preemption for writes that read the preempted blocks."""
@@ -143,10 +143,10 @@ def read_settings(
         cache_layout=_cache_layout(keys),
         waiting_blocks_share=_share("waiting_blocks_share", keys.waiting_blocks_share),
         quarantine_share=_share("quarantine_share", keys.quarantine_share),
-        both_directions=keys.bidirectional_kv_xfer,
-        hold_seconds=_hold_seconds(keys),
+        bidirectional_kv_xfer=keys.bidirectional_kv_xfer,
+        decoder_kv_blocks_ttl=_hold_seconds(keys),
         held_blocks_share=_share("held_blocks_share", keys.held_blocks_share),
-        recompute_tokens=_least("kv_recompute_threshold", keys.kv_recompute_threshold, 0),
+        kv_recompute_threshold=_least("kv_recompute_threshold", keys.kv_recompute_threshold, 0),
         drain_seconds=_least("drain_seconds", keys.drain_seconds, 0),
         close_seconds=_least("close_seconds", keys.close_seconds, 0),
         side_channel_secret=keys.side_channel_secret or environment.get(SECRET_VARIABLE) or None,

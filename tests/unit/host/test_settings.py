@@ -18,12 +18,16 @@ def test_defaults_bind_loopback_and_push():
     assert settings.retry_bound_seconds == 30.0
     assert settings.allow_untested_nixl is False
     assert settings.backends == ("UCX",)
-    assert settings.both_directions is False
+    assert settings.bidirectional_kv_xfer is False
 
 
 def test_what_is_kept_after_a_turn_has_the_names_and_defaults_of_vllms_own_connector():
     settings = read_settings({"bidirectional_kv_xfer": True}, environment={})
-    assert (settings.both_directions, settings.hold_seconds, settings.recompute_tokens) == (True, 480.0, 64)
+    assert (
+        settings.bidirectional_kv_xfer,
+        settings.decoder_kv_blocks_ttl,
+        settings.kv_recompute_threshold,
+    ) == (True, 480.0, 64)
     assert settings.held_blocks_share == 0.2
 
 
