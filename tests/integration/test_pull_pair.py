@@ -55,7 +55,7 @@ def read_bytes(pair):
     return sum(agent.snapshot()["bytes_read"] for agent in pair.consumer.agents)
 
 
-@pytest.mark.parametrize("prompt", [1, 2, 16, 17, 150])
+@pytest.mark.parametrize("prompt", [1, 2, 17, 150])
 def test_a_decode_leg_reads_what_the_prefill_legs_answer_names(pair_of, prompt):
     """P55, P56: only the last token is computed, only blocks that are needed are read, nothing is written."""
     pair = pair_of()
@@ -198,7 +198,7 @@ class Mixed:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_modes_change_from_request_to_request_with_disconnects(pair_of, seed, depth):
     """P02, P17, P63: small caches, shared prefixes, aborts at every stage; all KV that is used is checked."""
     pair = pair_of(

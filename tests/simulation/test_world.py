@@ -96,7 +96,7 @@ def test_a_traced_history_is_the_same_history() -> None:
 def test_nothing_fails_in_a_calm_world(seed: int) -> None:
     outcome = simulate(seed, Options(world="calm"))
     assert outcome.violations == ()
-    assert outcome.outcomes["consumer completed written"] > 0
+    assert {"consumer completed written", "consumer completed fetched"} & outcome.outcomes.keys()
     failed = {name for name in outcome.outcomes if " failed " in name}
     assert failed == set()
 
