@@ -79,7 +79,7 @@ POSTING: tuple[Mutant, ...] = (
         "resumed_blocks_not_replaced",
         "3",
         "a resumed request's blocks are put behind those that it had before the preemption",
-        (Edit(f"{HOST}:advance", old="        del blocks[command.first_block :]\n", new=""),),
+        (Edit(f"{HOST}:advance", old="        del blocks[first:]\n", new=""),),
     ),
     Mutant(
         "partial_blocks_posted",
@@ -347,7 +347,7 @@ ENDINGS: tuple[Mutant, ...] = (
         (
             Edit(
                 f"{HOST}:check_length",
-                old="delivery.state in _WANTED and row.tokens < delivery.stop",
+                old="delivery.state in _WANTED and (problem := _lacking(state, row, delivery))",
                 new="False",
             ),
         ),

@@ -123,9 +123,9 @@ PULL_SIDE: tuple[Mutant, ...] = (
         "a producer offers its first blocks, however many of them the reader has already",
         (
             Edit(
-                f"{LOANS}:offer",
-                old="state.block_tokens, 0, delivery.start, delivery.stop)",
-                new="state.block_tokens, delivery.start, delivery.start, delivery.stop)",
+                f"{LOANS}:_offered",
+                old="blocks[first:past]",
+                new="blocks[: past - first]",
             ),
         ),
     ),

@@ -166,7 +166,7 @@ def hand_over(
     for rank, memory in zip(consumer.ranks, expected, strict=True):
         for table, (ids, window) in enumerate(zip(target_blocks, windows, strict=True)):
             size = consumer.tables[table][0].window_tokens
-            start = max(window.start, (tokens.stop - size) // cell * cell) if size else window.start
+            start = max(window.start, (tokens.stop + 1 - size) // cell * cell) if size else window.start
             rank.write(table, range(start, whole(tokens.stop, cell)), ids, memory)
     groups = spans(target_blocks)
     for rank in consumer.ranks:

@@ -214,7 +214,7 @@ class Links:
             joined_tokens=joint.joined_tokens(*most),
             block_counts=theirs.block_counts,
             block_bytes=joint.block_bytes,
-            windows=tuple(groups[0].window_tokens for groups in theirs.tables),
+            windows=theirs.windows,
         )
 
     def plan_for(self, peer: PeerName) -> CopyPlan:

@@ -164,6 +164,11 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Blocks of each block table."""
         return tuple(groups[0].block_count for groups in self.tables)
 
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The window of each block table in tokens; 0: every token is needed."""
+        return tuple(groups[0].window_tokens for groups in self.tables)
+
 
 def encode_spec(spec: CacheSpec) -> bytes:
     """The bytes that travel as `Hello.cache`.

@@ -24,6 +24,11 @@ Groups = tuple[tuple[Span, ...], ...]
 """Spans of block ids, one tuple per cache group."""
 
 
+def absent(count: int) -> tuple[Span, ...]:
+    """So many blocks that are not there: each of their ids is negative, and stays so when it is scaled."""
+    return ((-count, count),) if count > 0 else ()
+
+
 class Source(msgspec.Struct, frozen=True):
     """Where a producer engine can be found: its directory on the side channel.
 
@@ -60,13 +65,20 @@ class Advance(Command, frozen=True):
 
     `blocks` are the block ids of each group from block index `first_block` on: appended when
     `first_block` is the number of blocks already known, replacing what was known from there otherwise
-    (a resumed request starts again at 0).
+    (a resumed request starts again at 0). Negative ids are blocks that are not there (see `absent`): of a
+    group with a window those before the window of the prompt's last token.
     """
 
     transfer: TransferId
     frontier: int
     first_block: int
     blocks: Groups
+    first_blocks: tuple[int, ...] = ()
+    """Of each group, where groups have unlike block sizes; `first_block` is that of the first."""
+
+    def first_of(self, group: int) -> int:
+        """The index of a group's first block."""
+        return self.first_blocks[group] if self.first_blocks else self.first_block
 
 
 class Finish(Command, frozen=True):

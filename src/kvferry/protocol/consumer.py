@@ -50,11 +50,17 @@ CONSUMER_MESSAGES = frozenset(_MESSAGES)
 class ConsumerCore:
     """One rank's consumer side. `retry_bound_seconds` is the transport's: see `fences`.
 
-    `block_tokens[g]` is our own block size of cache group g in tokens.
+    `block_tokens[g]` is our own block size of cache group g in tokens, `windows[g]` its window, 0 for none.
     """
 
-    def __init__(self, limits: Limits, retry_bound_seconds: float, block_tokens: tuple[int, ...]) -> None:
-        self.state = ConsumerState(limits, retry_bound_seconds, block_tokens)
+    def __init__(
+        self,
+        limits: Limits,
+        retry_bound_seconds: float,
+        block_tokens: tuple[int, ...],
+        windows: tuple[int, ...] = (),
+    ) -> None:
+        self.state = ConsumerState(limits, retry_bound_seconds, block_tokens, windows)
         self.reader = reads.Reader(self.state)
 
     # --- in ------------------------------------------------------------------------------------

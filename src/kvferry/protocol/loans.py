@@ -7,9 +7,10 @@ the reader's own that came in before. So no promise outlives the lease, and nobo
 
 from __future__ import annotations
 
+from kvferry.protocol.commands import Groups
 from kvferry.protocol.messages import AnyMessage, Failed, Offer
 from kvferry.protocol.outputs import Send
-from kvferry.protocol.slices import cut_blocks, spanned
+from kvferry.protocol.slices import blocks_covering, first_token, spanned
 from kvferry.protocol.sources import Delivery, ProducerState, SourceRow
 from kvferry.protocol.states import DELIVERY, DeliveryEvent, DeliveryState, SourceState
 
@@ -42,19 +43,29 @@ def offer(state: ProducerState, row: SourceRow, delivery: Delivery) -> bool:
         state.loans.add(delivery.loan)
     assert delivery.state is DeliveryState.LENT, "only who has asked, and may read, is offered anything"
     assert delivery.asked is not None, "whoever reads has sent its mark"
-    blocks = cut_blocks(tuple(row.blocks), state.block_tokens, 0, delivery.start, delivery.stop)
     message = Offer(
         transfer=row.transfer,
         consumer=delivery.consumer,
         attempt=delivery.attempt,
         start=delivery.start,
         stop=delivery.stop,
-        groups=tuple(spanned(group) for group in blocks),
+        groups=_offered(state, row, delivery),
         asked=delivery.asked,
         keep_seconds=row.lease_until - delivery.asked_at,
     )
     state.outputs.append(Send(delivery.peer, message))
     return True
+
+
+def _offered(state: ProducerState, row: SourceRow, delivery: Delivery) -> Groups:
+    """The blocks that the reader has asked for; of a window those that it needs."""
+    facts = state.lanes[delivery.peer].facts
+    groups = []
+    for index, (blocks, tokens) in enumerate(zip(row.blocks, state.block_tokens, strict=True)):
+        start = first_token(delivery.start, delivery.stop, facts.window_of(index), 1)
+        first, past = blocks_covering(min(start, delivery.stop), delivery.stop, tokens)
+        groups.append(spanned(blocks[first:past]))
+    return tuple(groups)
 
 
 def keep_seconds(row: SourceRow, delivery: Delivery, now: float) -> float:

@@ -174,8 +174,8 @@ class Written(Message, frozen=True, tag="written"):
 class Offer(Message, frozen=True, tag="offer"):
     """Pull: tokens `[start, stop)` are in these blocks, which are kept until `keep_seconds` after `asked`.
 
-    `groups[g]` are the spans of the producer's blocks of cache group g which cover that range; `asked` is the
-    newest that the consumer has sent.
+    `groups[g]` are the spans of the producer's blocks of cache group g which cover that range, or of layers
+    with a window the last ones of these; `asked` is the newest that the consumer has sent.
     """
 
     transfer: TransferId

@@ -114,7 +114,12 @@ class PeerFacts(msgspec.Struct, frozen=True):
     block_bytes: tuple[int, ...] = ()
     """Bytes that we write into one block of the peer's, by group, as our plan has it."""
     windows: tuple[int, ...] = ()
-    """Tokens before the end of a registration that are all it needs of a group; 0, or unstated: every one."""
+    """Of a group with a window its length in tokens: whoever computes token `stop` next needs the window that
+    ends with it, and of a registration up to `stop` nothing before. 0, or unstated: every token."""
     joined_tokens: int = 0
     """The most tokens of a slice whose blocks follow each other on both sides, so that they take few
     descriptors; no more than `slice_tokens` where that saves none."""
+
+    def window_of(self, group: int) -> int:
+        """The window of a group in tokens; 0: there is none."""
+        return self.windows[group] if self.windows else 0

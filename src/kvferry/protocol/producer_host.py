@@ -17,7 +17,7 @@ from kvferry.protocol.commands import (
     Released,
 )
 from kvferry.protocol.reasons import ABANDONED, INCOMPLETE, TABLE_FULL, TOO_SHORT, because
-from kvferry.protocol.slices import expanded
+from kvferry.protocol.slices import expanded, first_token
 from kvferry.protocol.sources import Delivery, ProducerState, SourceRow
 from kvferry.protocol.states import SOURCE, DeliveryEvent, DeliveryState, SourceEvent, SourceState
 
@@ -62,9 +62,22 @@ def _owe_release(state: ProducerState, transfer: TransferId) -> None:
 
 def check_length(state: ProducerState, row: SourceRow, delivery: Delivery) -> None:
     """Having less than the consumer asks for is a failure, not a shorter write."""
-    if delivery.state in _WANTED and row.tokens < delivery.stop:
-        reason = because(TOO_SHORT, f"asked for {delivery.stop} tokens, the prompt has {row.tokens}")
+    if delivery.state in _WANTED and (problem := _lacking(state, row, delivery)):
+        reason = because(TOO_SHORT, problem)
         settle.stop(state, delivery, DeliveryEvent.STOP, DeliveryEvent.DRAINED_FAILED, reason)
+
+
+def _lacking(state: ProducerState, row: SourceRow, delivery: Delivery) -> str:
+    if row.tokens < delivery.stop:
+        return f"asked for {delivery.stop} tokens, the prompt has {row.tokens}"
+    lane = state.lanes.get(delivery.peer)
+    for index, tokens in enumerate(state.block_tokens):
+        window = 0 if lane is None else lane.facts.window_of(index)
+        needed = first_token(delivery.start, delivery.stop, window, 1)
+        # Our engine gives blocks back as the window moves on, up to the last token.
+        if window and needed < min((row.tokens - window) // tokens * tokens, delivery.stop):
+            return f"asked for a window of {window} tokens up to {delivery.stop}, the prompt has {row.tokens}"
+    return ""
 
 
 def advance(state: ProducerState, command: Advance, now: float) -> None:
@@ -76,9 +89,10 @@ def advance(state: ProducerState, command: Advance, now: float) -> None:
     row.state = SOURCE.next(row.state, SourceEvent.ADVANCE)
     if row.state is not SourceState.COMPUTING:
         return
-    for blocks, spans in zip(row.blocks, command.blocks, strict=True):
-        assert command.first_block <= len(blocks), "blocks are appended without a gap"
-        del blocks[command.first_block :]
+    for index, (blocks, spans) in enumerate(zip(row.blocks, command.blocks, strict=True)):
+        first = command.first_of(index)
+        assert first <= len(blocks), "blocks are appended without a gap"
+        del blocks[first:]
         blocks.extend(expanded(spans))
     row.frontier = min(command.frontier, row.tokens)
     if command.first_block == 0:

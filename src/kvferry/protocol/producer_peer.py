@@ -33,7 +33,7 @@ from kvferry.protocol.reasons import (
     code_of,
     coded,
 )
-from kvferry.protocol.slices import blocks_covering, expanded
+from kvferry.protocol.slices import blocks_covering, blocks_due, expanded, first_token, listed_from
 from kvferry.protocol.sources import (
     Delivery,
     DeliveryKey,
@@ -422,12 +422,11 @@ def _starts(ours: tuple[int, ...], lane: Lane, message: Register) -> tuple[int, 
     """The first token of each group to write: before a window its producer may have no blocks."""
     starts = []
     for index, (spans, tokens) in enumerate(zip(message.groups, lane.facts.block_tokens, strict=True)):
-        blocks = sum(count for _, count in spans)
-        start = max(message.start, (-(-message.stop // tokens) - blocks) * tokens)
-        if window := sum(lane.facts.windows[index : index + 1]):
-            cell = math.gcd(ours[index], tokens)
-            start = max(start, (message.stop - window) // cell * cell)
-        starts.append(start)
+        needed = first_token(
+            message.start, message.stop, lane.facts.window_of(index), math.gcd(ours[index], tokens)
+        )
+        count = sum(count for _, count in spans)
+        starts.append(max(needed, listed_from(message.stop, count, tokens)))
     return tuple(starts)
 
 
@@ -464,10 +463,7 @@ def _malformed(state: ProducerState, lane: Lane, message: Register) -> str:
         if past_block - first_block > blocks_max:
             return f"{past_block - first_block} blocks, the limit is {blocks_max}"
         count = sum(count for _, count in spans)
-        if window := sum(lane.facts.windows[index : index + 1]):
-            # Whoever computes the next token needs one token less of a window than who computes the last one.
-            needed = (message.stop + 1 - window) // tokens
-            first_block = max(first_block, min(needed, past_block - count))
-        if count != past_block - first_block:
-            return f"groups[{index}] does not have the {past_block - first_block} blocks of its tokens"
+        due = blocks_due(count, message.start, message.stop, tokens, lane.facts.window_of(index))
+        if count != due:
+            return f"groups[{index}] does not have the {due} blocks of its tokens"
     return ""

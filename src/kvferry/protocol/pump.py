@@ -15,7 +15,7 @@ from kvferry.protocol import settle
 from kvferry.protocol.messages import Landed, Written
 from kvferry.protocol.outputs import BlockArray, Disconnect, PostSlice
 from kvferry.protocol.reasons import POST_FAILED, coded
-from kvferry.protocol.slices import Posted, blocks_covering, is_one_run
+from kvferry.protocol.slices import Posted, covering, cut_last, is_one_run
 from kvferry.protocol.sources import Delivery, Lane, ProducerState, RegistrationName, SourceRow
 from kvferry.protocol.states import DELIVERY, DeliveryEvent, DeliveryState, SourceState
 
@@ -105,7 +105,8 @@ def stand_behind(state: ProducerState, delivery: Delivery, now: float) -> None:
     blocks = [set(group) for group in delivery.target_blocks]
     for number, other in doubtful:
         groups = zip(blocks, other.target_blocks, strict=True)
-        if any(not ours.isdisjoint(theirs) for ours, theirs in groups):
+        # Cache groups may share their memory, block by block, in sizes that nobody here knows.
+        if len(blocks) > 1 or any(not ours.isdisjoint(theirs) for ours, theirs in groups):
             delivery.behind.add(number)
             state.hindered.setdefault(number, []).append((delivery.transfer, delivery.key))
 
@@ -175,27 +176,15 @@ def _source_blocks(
 ) -> tuple[BlockArray, ...]:
     cuts = []
     for blocks, tokens, start in zip(row.blocks, state.block_tokens, delivery.starts, strict=True):
-        first, past = _covering(posted, start, tokens)
+        first, past = covering(posted, start, tokens)
         assert first == past or past <= len(blocks), "the frontier is covered by blocks"
         cuts.append(blocks[first:past])
     return tuple(cuts)
 
 
 def _target_blocks(lane: Lane, delivery: Delivery, posted: Posted) -> tuple[BlockArray, ...]:
-    cuts = []
-    groups = zip(delivery.target_blocks, lane.facts.block_tokens, delivery.starts, strict=True)
-    for blocks, tokens, start in groups:
-        first, past = _covering(posted, start, tokens)
-        base = -(-delivery.stop // tokens) - len(blocks)
-        cuts.append(blocks[first - base : past - base])
-    return tuple(cuts)
-
-
-def _covering(posted: Posted, start: int, tokens: int) -> tuple[int, int]:
-    """The blocks of a slice from token `start` on; none where it ends before."""
-    if start >= posted.stop:
-        return start // tokens, start // tokens
-    return blocks_covering(max(posted.start, start), posted.stop, tokens)
+    tokens = lane.facts.block_tokens
+    return cut_last(delivery.target_blocks, tokens, delivery.stop, delivery.starts, posted)
 
 
 def slice_ended(state: ProducerState, number: int, now: float, failure: str | None, *, retry: bool) -> None:

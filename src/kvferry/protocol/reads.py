@@ -19,7 +19,15 @@ from kvferry.protocol.messages import Fetched, Offer, TransferStatus
 from kvferry.protocol.outputs import BlockArray, Disconnect, PostSlice
 from kvferry.protocol.reasons import MALFORMED, POST_FAILED, UNKNOWN, because, coded
 from kvferry.protocol.receptions import ConsumerState, Part, Reading, Reception, ReceptionKey
-from kvferry.protocol.slices import Posted, blocks_covering, cut_blocks, expanded, is_one_run
+from kvferry.protocol.slices import (
+    Posted,
+    blocks_due,
+    cut_last,
+    expanded,
+    first_token,
+    is_one_run,
+    listed_from,
+)
 from kvferry.protocol.states import PART, PartEvent, PartState
 from kvferry.protocol.turns import Turns
 
@@ -71,10 +79,27 @@ def offered(state: ConsumerState, row: Reception, part: Part, message: Offer, no
         source = tuple(expanded(spans) for spans in message.groups)
         stop, groups = row.asked_of(part)
         target = tuple(expanded(spans) for spans in groups)
-        part.reading = Reading(source, target, stop, next_token=row.start, offered_at=now)
+        starts = _starts(state, row, part, (source, target))
+        part.reading = Reading(source, target, stop, row.start, starts, offered_at=now)
         _check_end(state, row, part, now)
     if part.state is PartState.OFFERED:
         extend(state, row, part, message.asked, message.keep_seconds, now)
+
+
+def _starts(
+    state: ConsumerState, row: Reception, part: Part, sides: tuple[tuple[BlockArray, ...], ...]
+) -> tuple[int, ...]:
+    """The first token of each group to read: before a window there may be no blocks on either side."""
+    stop, _ = row.asked_of(part)
+    starts = []
+    for index, (theirs, ours) in enumerate(zip(part.link.block_tokens, state.block_tokens, strict=True)):
+        start = first_token(row.start, stop, state.window_of(index), math.gcd(theirs, ours))
+        listed = [
+            listed_from(stop, len(blocks[index]), tokens)
+            for blocks, tokens in zip(sides, (theirs, ours), strict=True)
+        ]
+        starts.append(max(start, *listed))
+    return tuple(starts)
 
 
 def _unfit(state: ConsumerState, row: Reception, part: Part, message: Offer, now: float) -> str:
@@ -86,11 +111,12 @@ def _unfit(state: ConsumerState, row: Reception, part: Part, message: Offer, now
     if len(message.groups) != len(part.link.block_tokens):
         return f"{len(message.groups)} cache groups, it has {len(part.link.block_tokens)}"
     for index, (spans, tokens) in enumerate(zip(message.groups, part.link.block_tokens, strict=True)):
-        first, past = blocks_covering(row.start, stop, tokens)
         if any(start < 0 or count < 1 for start, count in spans):
             return f"groups[{index}] has a span that is not (first >= 0, count >= 1)"
-        if sum(count for _, count in spans) != past - first:
-            return f"groups[{index}] does not have the {past - first} blocks of its tokens"
+        count = sum(count for _, count in spans)
+        due = blocks_due(count, row.start, stop, tokens, state.window_of(index))
+        if count != due:
+            return f"groups[{index}] does not have the {due} blocks of its tokens"
     return ""
 
 
@@ -173,19 +199,26 @@ def _readable(state: ConsumerState, row: Reception, part: Part, now: float) -> P
     if not now < part.keep_until or now < reading.retry_at:
         return None
     grain = math.lcm(*state.block_tokens, *part.link.block_tokens)
-    slice_tokens = max(_slice_tokens(state, row, part, reading) // grain, 1) * grain
+    slice_tokens = max(_slice_tokens(state, part, reading) // grain, 1) * grain
     return reading.next_range(slice_tokens, grain)
 
 
-def _slice_tokens(state: ConsumerState, row: Reception, part: Part, reading: Reading) -> int:
+def _slice_tokens(state: ConsumerState, part: Part, reading: Reading) -> int:
     """The most tokens of the next slice: more where its blocks follow each other on both sides."""
     link, start = part.link, reading.next_token
     stop = min(start + link.joined_tokens, reading.stop)
     if stop <= start + link.slice_tokens:
         return link.slice_tokens
-    source = cut_blocks(reading.source_blocks, link.block_tokens, row.start, start, stop)
-    target = cut_blocks(reading.target_blocks, state.block_tokens, row.start, start, stop)
+    longer = Posted(start, stop, 0)
+    source = _cut(reading, reading.source_blocks, link.block_tokens, longer)
+    target = _cut(reading, reading.target_blocks, state.block_tokens, longer)
     return link.joined_tokens if all(map(is_one_run, (*source, *target))) else link.slice_tokens
+
+
+def _cut(
+    reading: Reading, groups: tuple[BlockArray, ...], block_tokens: tuple[int, ...], posted: Posted
+) -> tuple[BlockArray, ...]:
+    return cut_last(groups, block_tokens, reading.stop, reading.starts, posted)
 
 
 def _post(
@@ -198,10 +231,6 @@ def _post(
     state.reads[number] = (row.key, part.link.peer)
     state.read_timers.set(number, now + state.limits.slice_seconds)
     turns.take()
-
-    def cut(groups: tuple[BlockArray, ...], tokens: tuple[int, ...]) -> tuple[BlockArray, ...]:
-        return cut_blocks(groups, tokens, row.start, posted.start, posted.stop)
-
     return PostSlice(
         slice=number,
         peer=part.link.peer,
@@ -209,11 +238,12 @@ def _post(
         consumer=row.consumer,
         start=posted.start,
         stop=posted.stop,
-        source_blocks=cut(reading.source_blocks, part.link.block_tokens),
-        target_blocks=cut(reading.target_blocks, state.block_tokens),
+        source_blocks=_cut(reading, reading.source_blocks, part.link.block_tokens, posted),
+        target_blocks=_cut(reading, reading.target_blocks, state.block_tokens, posted),
         notify=None,
         early=False,
         read=True,
+        starts=reading.starts,
     )
 
 

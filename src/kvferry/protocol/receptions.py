@@ -39,6 +39,8 @@ class Reading:
     target_blocks: tuple[BlockArray, ...]
     stop: int
     next_token: int
+    starts: tuple[int, ...]
+    """The first token of each group to read: the range's, or a later one of a window."""
     offered_at: float = 0.0
     """By our clock; a renewal that is younger finds the loan, or it has ended there."""
     in_flight: dict[int, Posted] = field(default_factory=dict)
@@ -192,6 +194,8 @@ class ConsumerState:
     limits: Limits
     retry_bound_seconds: float
     block_tokens: tuple[int, ...]
+    windows: tuple[int, ...] = ()
+    """Of each group in tokens, as in `PeerFacts`."""
     rows: dict[ReceptionKey, Reception] = field(default_factory=dict)
     sources: OrderedDict[Source, SourceLinks] = field(default_factory=OrderedDict)
     peers: dict[PeerName, Peer] = field(default_factory=dict)
@@ -211,6 +215,10 @@ class ConsumerState:
     outputs: deque[Output] = field(default_factory=deque)
     results: deque[Result] = field(default_factory=deque)
     counts: dict[str, int] = field(default_factory=dict)
+
+    def window_of(self, group: int) -> int:
+        """The window of a group in tokens; 0: there is none."""
+        return self.windows[group] if self.windows else 0
 
     def open_row(self, transfer: TransferId, consumer: ConsumerId, source: Source) -> Reception:
         """A new reception under its own number."""

@@ -22,6 +22,30 @@ def blocks_covering(start: int, stop: int, block_tokens: int) -> tuple[int, int]
     return start // block_tokens, -(-stop // block_tokens)
 
 
+def blocks_due(count: int, start: int, stop: int, block_tokens: int, window_tokens: int) -> int:
+    """How many blocks of `[start, stop)` whoever lists `count` of them should have listed.
+
+    Of a window at least those that whoever computes token `stop` next looks at, and at most all.
+    """
+    first, past = blocks_covering(start, stop, block_tokens)
+    if not window_tokens:
+        return past - first
+    needed = max(first, min((stop + 1 - window_tokens) // block_tokens, past))
+    return min(max(count, past - needed), past - first)
+
+
+def first_token(start: int, stop: int, window_tokens: int, cell_tokens: int) -> int:
+    """The first token of `[start, stop)` that a group needs, in cells that both sides can be cut in."""
+    if not window_tokens:
+        return start
+    return max(start, (stop + 1 - window_tokens) // cell_tokens * cell_tokens)
+
+
+def listed_from(stop: int, count: int, block_tokens: int) -> int:
+    """The first token of the last `count` blocks before `stop`."""
+    return (-(-stop // block_tokens) - count) * block_tokens
+
+
 def expanded(spans: tuple[tuple[int, int], ...]) -> BlockArray:
     """Block ids of spans, in order."""
     blocks = array("q")
@@ -41,16 +65,27 @@ def spanned(blocks: BlockArray) -> tuple[tuple[int, int], ...]:
     return tuple(spans)
 
 
-def cut_blocks(
-    groups: tuple[BlockArray, ...], block_tokens: tuple[int, ...], base: int, start: int, stop: int
+def cut_last(
+    groups: tuple[BlockArray, ...],
+    block_tokens: tuple[int, ...],
+    end: int,
+    starts: tuple[int, ...],
+    part: Posted,
 ) -> tuple[BlockArray, ...]:
-    """The blocks of tokens `[start, stop)`, of each group; `groups[g][0]` holds token `base`."""
+    """The blocks of a slice, of each group from token `starts[g]` on; `groups[g]` end with token `end`."""
     cuts = []
-    for blocks, tokens in zip(groups, block_tokens, strict=True):
-        first, past = blocks_covering(start, stop, tokens)
-        before = base // tokens
+    for blocks, tokens, least in zip(groups, block_tokens, starts, strict=True):
+        first, past = covering(part, least, tokens)
+        before = -(-end // tokens) - len(blocks)
         cuts.append(blocks[first - before : past - before])
     return tuple(cuts)
+
+
+def covering(part: Posted, least: int, block_tokens: int) -> tuple[int, int]:
+    """The block indices of a slice from token `least` on; none where it ends before."""
+    if least >= part.stop:
+        return least // block_tokens, least // block_tokens
+    return blocks_covering(max(part.start, least), part.stop, block_tokens)
 
 
 def is_one_run(blocks: BlockArray) -> bool:

@@ -10,7 +10,17 @@ import pytest
 
 from kvferry.errors import PeerError
 from kvferry.ids import ConsumerId, PeerName, TransferId
-from kvferry.protocol.commands import Abandon, Advance, Drained, Expect, Finish, Preempt, Reclaim, Released
+from kvferry.protocol.commands import (
+    Abandon,
+    Advance,
+    Drained,
+    Expect,
+    Finish,
+    Preempt,
+    Reclaim,
+    Released,
+    absent,
+)
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.messages import (
     Announce,
@@ -428,3 +438,22 @@ def test_caches_of_several_groups_offer_blocks_of_each() -> None:
     assert isinstance(sent, Send)
     assert isinstance(sent.message, Offer)
     assert sent.message.groups == (((12, 1),), ((71, 1),))
+
+
+def test_of_a_window_only_what_is_needed_is_offered() -> None:
+    """V14: a window of 5 tokens: whoever computes token 21 next looks at the four before it."""
+    rank = Rank(block_tokens=(4, 4))
+    rank.core.handle_link(D0, PeerFacts((4, 4), 8, windows=(0, 5)))
+    rank.command(Expect(T, 22), Advance(T, 22, 0, (((10, 6),), (*absent(4), (70, 2)))), Finish(T))
+    [sent] = rank.hear(fetch(stop=21))
+    assert isinstance(sent, Send)
+    assert isinstance(sent.message, Offer)
+    assert sent.message.groups == (((10, 6),), ((70, 2),))
+
+
+def test_a_window_that_has_moved_on_is_not_offered() -> None:
+    rank = Rank(block_tokens=(4, 4))
+    rank.core.handle_link(D0, PeerFacts((4, 4), 8, windows=(0, 5)))
+    rank.command(Expect(T, 22), Advance(T, 22, 0, (((10, 6),), (*absent(4), (70, 2)))), Finish(T))
+    text = "too_short: asked for a window of 5 tokens up to 12, the prompt has 22"
+    assert rank.hear(fetch(stop=12)) == [failed(text)]

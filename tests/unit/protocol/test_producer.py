@@ -21,6 +21,7 @@ from kvferry.protocol.commands import (
     Reclaim,
     Released,
     Result,
+    absent,
 )
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.messages import (
@@ -1962,3 +1963,44 @@ def test_a_rank_that_closes_admits_nothing_and_tells_who_asks(is_known: bool) ->
     ]
     assert rank.posts() == []
     assert not any(row.open_deliveries() for row in rank.core.state.rows.values())
+
+
+@pytest.mark.parametrize(("stop", "works"), [(22, True), (20, True), (19, False), (8, False)])
+def test_windows_that_have_moved_on_are_told_at_once(stop: int, works: bool) -> None:
+    """V14: of layers with a window the engine keeps what the last token looks at, and nothing before."""
+    rank = Rank(PeerFacts((4, 4), 32, windows=(0, 5)), block_tokens=(4, 4))
+    rank.command(Expect(T, 22), Advance(T, 22, 0, (((0, 6),), (*absent(4), (40, 2)))))
+    told = rank.hear(register(stop, groups=(((5, -(-stop // 4)),), ((50, -(-stop // 4)),))))
+    if works:
+        assert rank.posts()
+        return
+    (answer,) = told
+    assert isinstance(answer, Send)
+    assert isinstance(answer.message, Failed)
+    text = f"too_short: asked for a window of 5 tokens up to {stop}, the prompt has 22"
+    assert answer.message.reason == text
+
+
+def test_blocks_are_appended_to_each_group_from_its_own_first_on() -> None:
+    rank = Rank(PeerFacts((4, 8), 32), block_tokens=(4, 8))
+    rank.command(Expect(T, 24), Advance(T, 8, 0, (((0, 2),), ((20, 1),)), (0, 0)))
+    rank.command(Advance(T, 24, 2, (((2, 4),), ((30, 2),)), (2, 1)))
+    rank.hear(register(24, groups=(((5, 6),), ((9, 3),))))
+    (piece,) = rank.posts()
+    assert [list(blocks) for blocks in piece.source_blocks] == [[0, 1, 2, 3, 4, 5], [20, 30, 31]]
+
+
+def test_a_block_may_change_its_cache_group_while_an_old_write_is_in_flight() -> None:
+    """Groups may lie over each other in memory, so that any of their blocks may be one that is written."""
+    rank = Rank(PeerFacts((4, 4), 8), block_tokens=(4, 4))
+    groups = ((0, 2),), ((20, 2),)
+    for transfer in (T, U):
+        rank.command(Expect(transfer, 8), Advance(transfer, 8, 0, groups))
+    rank.hear(register(8, groups=(((5, 2),), ((9, 2),))))
+    (old,) = rank.posts()
+    rank.now = 11.0
+    rank.hear(register(8, transfer=U, groups=(((9, 2),), ((30, 2),))))
+    assert rank.posts() == []
+    rank.done(old.slice)
+    (new,) = rank.posts()
+    assert new.transfer == U

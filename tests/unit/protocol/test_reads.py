@@ -606,3 +606,47 @@ def test_announced_is_as_with_push() -> None:
     announce = Send(P0, Announce(transfer=T, consumer=C))
     assert rank.command(AnnounceCommand(T, C, SOURCE)) == [announce]
     assert rank.command(pull()) == [asked()]
+
+
+def windowed(links: tuple[Link, ...], window: int = 6) -> Rank:
+    rank = Rank(links)
+    rank.core = ConsumerCore(Limits(), 3.0, (4, 4), (0, window))
+    return rank
+
+
+TWO_GROUPS = (Link(P0, 1, (100, 100), block_tokens=(4, 4), slice_tokens=16),)
+
+
+def test_of_a_window_only_its_own_blocks_are_read() -> None:
+    """V14: 22 tokens in blocks of 4 and a window of the last 6: two blocks of it on either side."""
+    rank = windowed(TWO_GROUPS)
+    rank.command(Receive(T, C, SOURCE, 0, 22, (((5, 6),), ((9, 1), (11, 1))), "pull"))
+    rank.hear(offer(22, groups=(((20, 6),), ((40, 2),))))
+    first, second = rank.posts()
+    assert [list(blocks) for blocks in first.source_blocks] == [[20, 21, 22, 23], []]
+    assert [list(blocks) for blocks in second.source_blocks] == [[24, 25], [40, 41]]
+    assert [list(blocks) for blocks in second.target_blocks] == [[9, 10], [9, 11]]
+    assert [second.group_start(group) for group in (0, 1)] == [16, 16]
+    rank.done(first.slice, second.slice)
+    assert [type(result) for result in rank.results()] == [Received]
+
+
+def test_blocks_of_a_window_count_from_its_end_on_either_side() -> None:
+    """A producer with larger blocks: both have what is needed, and each something more."""
+    rank = windowed((Link(P0, 1, (100, 100), block_tokens=(8, 8), slice_tokens=32),))
+    rank.command(Receive(T, C, SOURCE, 0, 22, (((5, 6),), ((9, 3),)), "pull"))
+    rank.hear(offer(22, groups=(((20, 3),), ((40, 1),))))
+    (piece,) = rank.posts()
+    assert [list(blocks) for blocks in piece.source_blocks] == [[20, 21, 22], [40]]
+    assert [list(blocks) for blocks in piece.target_blocks] == [[5, 6, 7, 8, 9, 10], [10, 11]]
+    assert [piece.group_start(group) for group in (0, 1)] == [0, 16]
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 7])
+def test_an_offer_without_the_window_is_refused(blocks: int) -> None:
+    rank = windowed(TWO_GROUPS)
+    rank.command(Receive(T, C, SOURCE, 0, 22, (((5, 6),), ((9, 2),)), "pull"))
+    rank.hear(offer(22, groups=(((20, 6),), ((40, blocks),) if blocks else ())))
+    (result,) = rank.results()
+    assert isinstance(result, ReceiveFailed)
+    assert result.reason.startswith("malformed: groups[1] does not have the ")
