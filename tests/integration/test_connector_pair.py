@@ -13,9 +13,13 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 from vllm.v1.engine import FinishReason
 
+from kvferry.connector import compat
 from tests.support.ferry_pair import Pair
 from tests.support.vllm_engine import Shape, write_config
 
+windows = pytest.mark.skipif(
+    not compat.can_fail_receives(), reason="this vLLM cannot throw one request's prefix away"
+)
 PRODUCER = Shape(engine_id="p", role="kv_producer")
 CONSUMER = Shape(engine_id="d", role="kv_consumer")
 
@@ -101,6 +105,105 @@ def test_engines_of_unequal_shape_hand_over(pair_of, producer, consumer, prompt)
         assert member.engine.counters("kvferry_transfers") == {("push", "completed", "written"): 1}
 
 
+@pytest.mark.parametrize(
+    ("producer", "consumer"),
+    [
+        ({"cache_type": "fp8_e4m3"}, {}),
+        ({"kv_heads": 3, "ranks": 3}, {"kv_heads": 3, "ranks": 2}),
+        pytest.param({"window": 40}, {}, marks=windows),
+        pytest.param({"window": 40}, {"window": 56}, marks=windows),
+    ],
+    ids=["cache types", "heads that two ranks cannot share", "hybrid on one side", "windows"],
+)
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_caches_that_do_not_fit_are_refused_before_anything_is_written(pair_of, producer, consumer, policy):
+    """V04 V07 V13: never at the first transfer; requests are computed or fail long before any time is up."""
+    pair = pair_of(
+        producer=Shape(engine_id="p", role="kv_producer", **producer),
+        consumer=Shape(engine_id="d", role="kv_consumer", policy=policy, **consumer),
+    )
+    add(pair, "r", 100)
+    steps = 0
+    while pair.consumer.engine.finish_reason("r") is None:
+        pair.step()
+        steps += 1
+        assert steps < 500, "a request waits for a producer that will never write"
+    end, computed = (FinishReason.LENGTH, 103) if policy == "recompute" else (FinishReason.ERROR, 0)
+    assert pair.consumer.engine.finish_reason("r") is end
+    assert pair.consumer.computed_tokens.get("r", 0) == computed
+    pair.run_until(lambda: pair.is_clean)
+    assert pair.consumer.engine.counters("kvferry_transfers") == {("push", "failed", "geometry"): 1}
+    assert pair.consumer.engine.stats.data["gauges"]["kvferry_ready"] == 0
+    assert all(agent.snapshot()["bytes_posted"] == 0 for agent in pair.producer.agents)
+
+
+WINDOWED = [
+    ({}, {}),
+    ({"ranks": 2}, {"ranks": 1}),
+    ({"ranks": 1}, {"ranks": 2}),
+    ({"stages": 2}, {"stages": 1}),
+    ({"stages": 1}, {"stages": 2, "ranks": 2}),
+    ({"block_tokens": 16}, {"block_tokens": 32}),
+    ({"block_tokens": 32}, {"block_tokens": 16}),
+    ({"window_block_tokens": 32}, {"window_block_tokens": 16}),
+    ({"window_block_tokens": 16}, {"window_block_tokens": 48}),
+]
+
+
+@windows
+@pytest.mark.parametrize("prompt", [2, 33, 40, 55, 56, 57, 72, 150])
+@pytest.mark.parametrize(("producer", "consumer"), WINDOWED)
+def test_layers_with_a_window_hand_theirs_over(pair_of, producer, consumer, prompt):
+    """V13 V14: each token that a layer looks at is checked; one of the two layers has a window."""
+    common = {"kv_heads": 2, "window": 40}
+    pair = pair_of(
+        producer=Shape(engine_id="p", role="kv_producer", **common, **producer),
+        consumer=Shape(engine_id="d", role="kv_consumer", **common, **consumer),
+    )
+    add(pair, "r", prompt)
+    pair.run_until(lambda: pair.is_clean)
+    assert pair.consumer.computed_tokens["r"] == 4
+    for member in (pair.producer, pair.consumer):
+        assert member.engine.counters("kvferry_transfers") == {("push", "completed", "written"): 1}
+
+
+@windows
+def test_of_a_long_prompt_only_the_window_has_moved(pair_of):
+    """V14: blocks of 16 tokens, two layers in two groups, a window of 40 of 600 tokens."""
+    pair = pair_of(
+        producer=Shape(engine_id="p", role="kv_producer", window=40, blocks=128),
+        consumer=Shape(engine_id="d", role="kv_consumer", window=40, blocks=128),
+    )
+    add(pair, "r", 600)
+    pair.run_until(lambda: pair.is_clean)
+    layer_bytes = pair.consumer.block_bytes // 2
+    moved = {("push",): layer_bytes * (38 + 3)}
+    assert pair.consumer.engine.counters("kvferry_transfer_bytes") == moved
+    assert pair.producer.agents[0].snapshot()["bytes_posted"] == layer_bytes * (38 + 3)
+
+
+@windows
+def test_a_vanished_producer_of_windows_is_recomputed_from_the_start(pair_of):
+    """V01: half of the chunks are here and none is used."""
+    shape = {"window": 40, "step_tokens": 64}
+    pair = pair_of(
+        producer=Shape(engine_id="p", role="kv_producer", **shape),
+        consumer=Shape(engine_id="d", role="kv_consumer", **shape),
+    )
+    add(pair, "r", 250, first="consumer")
+    pair.consumer.engine.step()
+    add(pair, "r", 250, first="producer")
+    pair.producer.engine.step()
+    pair.producer.engine.step()
+    (peer,), (ours,) = pair.producer.peers, pair.consumer.peers
+    pair.fabric.hold(peer, ours)
+    pair.run_until(lambda: pair.consumer.engine.finish_reason("r") is not None)
+    assert pair.consumer.engine.finish_reason("r") is FinishReason.LENGTH
+    assert pair.consumer.computed_tokens["r"] == 253
+    pair.fabric.release(peer, ours)
+    pair.run_until(lambda: pair.is_clean)
+
+
 @pytest.mark.parametrize("first", ["producer", "consumer"])
 def test_either_leg_may_be_first(pair_of, first):
     pair = pair_of()
@@ -131,8 +234,8 @@ def test_a_prefix_that_is_here_already_is_not_moved(pair_of):
     pair.run_until(lambda: pair.is_clean)
     add(pair, "r", 150)
     pair.run_until(lambda: pair.is_clean)
-    block_bytes = pair.consumer.memories[0][:, 0].numel() * 4
-    assert pair.consumer.engine.counters("kvferry_transfer_bytes") == {("push",): block_bytes * 6}
+    moved = {("push",): pair.consumer.block_bytes * 6}
+    assert pair.consumer.engine.counters("kvferry_transfer_bytes") == moved
 
 
 def test_preempted_prefill_is_delivered_right(pair_of):
@@ -168,21 +271,30 @@ def test_a_vanished_producer_is_recomputed(pair_of):
 def test_the_oracle_sees_one_damaged_block(pair_of):
     """All other tests here rest on this."""
     pair = pair_of()
-    (memory,) = pair.producer.memories
-    pair.producer.engine.workers[0].damage_block(1, lambda block: memory[:, block].neg_())
+    (caches,) = pair.producer.caches
+
+    def damage(block):
+        for cache in caches.values():
+            cache[block].neg_()
+
+    pair.producer.engine.workers[0].damage_block(1, damage)
     add(pair, "r", 60)
     with pytest.raises(AssertionError, match="KV of token 16 of 59 is wrong"):
         pair.run_until(lambda: pair.is_clean)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    ("depth", "window"),
+    [(1, 0), (2, 0), pytest.param(1, 40, marks=windows), pytest.param(2, 40, marks=windows)],
+)
 @pytest.mark.parametrize("seed", range(6))
-def test_mixed_requests_with_disconnects_leave_nothing_behind(pair_of, seed, depth):
+def test_mixed_requests_with_disconnects_leave_nothing_behind(pair_of, seed, depth, window):
     """P02, P44, P60, P61: small caches, shared prefixes, aborts at every stage; all KV used is checked."""
     random = Random(seed)
+    shape = {"step_tokens": 64, "depth": depth, "window": window}
     pair = pair_of(
-        producer=Shape(engine_id="p", role="kv_producer", step_tokens=64, blocks=22, depth=depth),
-        consumer=Shape(engine_id="d", role="kv_consumer", step_tokens=64, blocks=26, depth=depth),
+        producer=Shape(engine_id="p", role="kv_producer", blocks=22 + window // 4, **shape),
+        consumer=Shape(engine_id="d", role="kv_consumer", blocks=26 + window // 4, **shape),
         seed=seed,
     )
     for member in (pair.producer, pair.consumer):

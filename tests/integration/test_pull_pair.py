@@ -63,7 +63,7 @@ def test_a_decode_leg_reads_what_the_prefill_legs_answer_names(pair_of, prompt):
     pair.run_until(lambda: pair.is_clean)
     assert pair.consumer.engine.finish_reason("r") is FinishReason.LENGTH
     assert pair.consumer.computed_tokens["r"] == 4
-    block_bytes = pair.consumer.memories[0][:, 0].numel() * 4
+    block_bytes = pair.consumer.block_bytes
     assert read_bytes(pair) == (-(-prompt // 16) * block_bytes if prompt > 1 else 0)
     assert pair.producer.agents[0].snapshot()["bytes_posted"] == 0
     done = (
@@ -99,7 +99,7 @@ def test_what_the_consumer_has_is_not_read(pair_of):
     pair.run_until(lambda: pair.is_clean)
     pair.consumer.engine.add("r", 150, prefill(pair, "r", 150), max_tokens=4)
     pair.run_until(lambda: pair.is_clean)
-    assert read_bytes(pair) == 6 * pair.consumer.memories[0][:, 0].numel() * 4
+    assert read_bytes(pair) == 6 * pair.consumer.block_bytes
 
 
 def test_a_reference_whose_lease_has_ended_is_refused_and_not_read(pair_of):

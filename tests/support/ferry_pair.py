@@ -18,7 +18,7 @@ import torch
 from kvferry.agent.agent import Agent
 from kvferry.agent.directory import Directory, RankEntry
 from kvferry.agent.links import Identity
-from kvferry.connector.caches import Model, describe_caches
+from kvferry.connector.caches import Model, Table, describe_caches
 from kvferry.ids import EngineId, Incarnation, PeerName, Rank
 from kvferry.layout.ranks import heads_of
 from kvferry.layout.spec import CacheSpec, encode_spec
@@ -66,8 +66,8 @@ class Member:
 
     def __init__(self, name: str, model: Path, fabric: MemoryFabric, book: Phonebook, shape: Shape) -> None:
         self.shape = shape
-        self.memories: list[torch.Tensor] = []
-        """`[layer, block, head, token, content]` of each rank."""
+        self.caches: list[dict[str, torch.Tensor]] = []
+        """`[block, head, token, content]` of each layer, by rank; of cache groups, over each other."""
         self.agents: list[Agent] = []
         self.peers: list[PeerName] = []
         entries = []
@@ -98,27 +98,41 @@ class Member:
         self.computed_tokens: dict[str, int] = {}
         """Tokens that the engine has computed itself, by request."""
 
+    @property
+    def block_bytes(self) -> int:
+        """Of a block of all layers, on one rank."""
+        return sum(cache[0].numel() * cache.element_size() for cache in self.caches[0].values())
+
     def _describe(self, rank: Rank) -> CacheSpec:
         """Make a rank's memory, and describe it by the way of an engine's tensors."""
         shape = self.shape
-        names, held = shape.layers(rank.pp), heads_of(rank.tp, shape.ranks, shape.heads)
-        memory = torch.zeros(len(names), shape.blocks, len(held), shape.block_tokens, 2 * HEAD_SIZE)
-        self.memories.append(memory)
+        held = heads_of(rank.tp, shape.ranks, shape.heads)
+        memory: dict[tuple[int, int], torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        tables = []
+        for layers, block_tokens, window in shape.groups:
+            stages = [
+                tuple(name for name in shape.layers(stage) if name in layers) for stage in range(shape.stages)
+            ]
+            for place, name in enumerate(stages[rank.pp]):
+                # A block belongs to one group at a time, so that their layers lie over each other.
+                sizes = shape.blocks, len(held), block_tokens, 2 * HEAD_SIZE
+                tensors[name] = memory.setdefault((place, block_tokens), torch.zeros(sizes))
+            tables.append(Table(stages[rank.pp], block_tokens, window, stages=tuple(stages)))
+        self.caches.append(tensors)
         return describe_caches(
-            {layer: memory[index] for index, layer in enumerate(names)},
-            model=Model("tiny", "float32", "float32", shape.heads, is_mla=False, facts={}),
+            tensors,
+            model=Model("tiny", "float32", shape.cache_type, shape.heads, is_mla=False, facts={}),
             rank=rank,
             tp=shape.ranks,
             pp=shape.stages,
-            block_tokens=shape.block_tokens,
+            tables=tables,
             block_count=shape.blocks,
-            stages=tuple(shape.layers(stage) for stage in range(shape.stages)),
         ).spec
 
     def _forward(self, rank: int, planned: Any) -> None:
         place = self.shape.places[rank]
         held = torch.tensor(heads_of(place.tp, self.shape.ranks, self.shape.heads))
-        first_layer = LAYERS.index(self.shape.layers(place.pp)[0])
         for name, count in planned.num_scheduled_tokens.items():
             request = self.engine.scheduler.requests[name]
             stop = request.num_computed_tokens
@@ -127,18 +141,24 @@ class Member:
             # Under asynchronous scheduling the newest tokens are not known yet; the sampler always says 7.
             tokens = list(request.all_token_ids[:stop])
             expected = prefix_values(tokens + [7] * (stop - len(tokens)))[:, None, None] + held[:, None] / 4
-            blocks = torch.tensor(self.engine.blocks_of(name))
             positions = torch.arange(stop)
-            size = self.shape.block_tokens
-            block, slot = blocks[positions // size], positions % size
-            old, new = slice(0, stop - count), slice(stop - count, stop)
-            for layer, memory in enumerate(self.memories[rank], first_layer):
-                values = (expected + layer).expand(stop, len(held), 2 * HEAD_SIZE)
-                good = memory[block[old], :, slot[old], :] == values[old]
-                if not bool(good.all()):
-                    first = int((~good).nonzero()[0][0])
-                    raise AssertionError(f"{name}: KV of token {first} of {stop - count} is wrong")
-                memory[block[new], :, slot[new], :] = values[new]
+            new = slice(stop - count, stop)
+            for (layers, size, window), ids in zip(
+                self.shape.groups, self.engine.tables_of(name), strict=True
+            ):
+                # The first token that is computed looks at as many before it as its window has, with itself.
+                seen = slice(max(stop - count + 1 - window, 0) if window else 0, stop - count)
+                block, slot = torch.tensor(ids)[positions // size], positions % size
+                for layer in layers:
+                    if layer not in self.caches[rank]:
+                        continue
+                    memory = self.caches[rank][layer]
+                    values = (expected + LAYERS.index(layer)).expand(stop, len(held), 2 * HEAD_SIZE)
+                    good = memory[block[seen], :, slot[seen], :] == values[seen]
+                    if not bool(good.all()):
+                        first = seen.start + int((~good).nonzero()[0][0])
+                        raise AssertionError(f"{name}: KV of token {first} of {stop - count} is wrong")
+                    memory[block[new], :, slot[new], :] = values[new]
 
 
 class Pair:

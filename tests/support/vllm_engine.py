@@ -8,6 +8,7 @@ output is processed, as asynchronous scheduling does.
 from __future__ import annotations
 
 import json
+import math
 import pickle
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -83,6 +85,12 @@ class Shape:
     block_tokens: int = BLOCK_TOKENS
     depth: int = 1
     prefix_caching: bool = True
+    window: int = 0
+    """The second layer keeps so many tokens, in a cache group of its own; 0: all, in one group."""
+    cache_type: str = "float32"
+    """What its ranks say of their caches."""
+    window_block_tokens: int = 0
+    """Its block size; 0: that of the first."""
     extra: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -99,6 +107,14 @@ class Shape:
         """The layers of a pipeline stage."""
         count = len(LAYERS) // self.stages
         return LAYERS[stage * count : (stage + 1) * count]
+
+    @property
+    def groups(self) -> tuple[tuple[tuple[str, ...], int, int], ...]:
+        """Layers, block size and window of each cache group."""
+        if not self.window:
+            return ((LAYERS, self.block_tokens, 0),)
+        second = self.window_block_tokens or self.block_tokens
+        return (LAYERS[:1], self.block_tokens, 0), (LAYERS[1:], second, self.window)
 
 
 def write_config(directory: Path) -> Path:
@@ -156,23 +172,26 @@ def vllm_config(model: Path, shape: Shape) -> VllmConfig:
 
 
 def kv_cache_config(shape: Shape) -> KVCacheConfig:
-    """One group of full attention."""
-    spec = FullAttentionSpec(
-        block_size=shape.block_tokens, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32
-    )
-    page = spec.page_size_bytes
-    return KVCacheConfig(
-        num_blocks=shape.blocks,
-        kv_cache_tensors=[
+    """One group of full attention, or one more with a window that lies over it in memory."""
+    groups, tensors = [], []
+    for layers, block_tokens, window in shape.groups:
+        sizes = {"num_kv_heads": HEADS, "head_size": HEAD_SIZE, "dtype": torch.float32}
+        spec = (
+            SlidingWindowSpec(block_size=block_tokens, sliding_window=window, **sizes)
+            if window
+            else FullAttentionSpec(block_size=block_tokens, **sizes)
+        )
+        page = spec.page_size_bytes
+        tensors.append(
             KVCacheTensor(
-                size=page * shape.blocks * len(LAYERS),
-                layers=list(LAYERS),
+                size=page * shape.blocks * len(layers),
+                layers=list(layers),
                 layer_stride=page * shape.blocks,
                 block_stride=page,
             )
-        ],
-        kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)],
-    )
+        )
+        groups.append(KVCacheGroupSpec(list(layers), spec))
+    return KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
 
 
 class Engine:
@@ -182,12 +201,14 @@ class Engine:
         self.shape = shape or Shape(ranks=len(agents))
         config = vllm_config(model, self.shape)
         init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(self.shape.block_tokens, sha256)
+        sizes = [size for _, size, _ in self.shape.groups]
+        self._hasher = get_request_block_hasher(math.gcd(*sizes), sha256)
         self.scheduler = (AsyncScheduler if self.shape.depth > 1 else Scheduler)(
             vllm_config=config,
             kv_cache_config=kv_cache_config(self.shape),
             structured_output_manager=StructuredOutputManager(config),
-            block_size=self.shape.block_tokens,
+            block_size=math.lcm(*sizes),
+            **({"hash_block_size": math.gcd(*sizes)} if len(sizes) > 1 else {}),
             log_stats=True,
         )
         self.side: FerryScheduler = self.scheduler.connector.scheduler
@@ -206,6 +227,8 @@ class Engine:
                 rank=rank,
                 block_tokens=self.shape.block_tokens,
                 can_start_over=compat.can_fail_receives(),
+                ratios=(1,) * len(sizes),
+                keeps_good_prefixes=self.side._facts.keeps_good_prefixes,
             )
             for rank, agent in enumerate(agents)
         ]
@@ -278,8 +301,12 @@ class Engine:
         return outputs[-1].finish_reason if outputs else None
 
     def blocks_of(self, name: str) -> list[int]:
-        """The request's block ids."""
-        return list(self.scheduler.kv_cache_manager.get_block_ids(name)[0])
+        """The request's block ids, of the first cache group."""
+        return self.tables_of(name)[0]
+
+    def tables_of(self, name: str) -> list[list[int]]:
+        """The request's block ids, of each cache group."""
+        return [list(ids) for ids in self.scheduler.kv_cache_manager.get_block_ids(name)]
 
     def counters(self, name: str) -> dict[tuple[str, ...], int]:
         """The counter's values by labels."""

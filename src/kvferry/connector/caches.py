@@ -3,7 +3,8 @@
 From 0.29 on vLLM registers one four-dimensional view per layer, `[block, head, token, content]`, whatever
 the order in memory; content holds K and V together, and MLA has one head. All we take from a tensor is its
 address, shape and strides. Where the attention kernel's blocks are smaller than the engine's, the views
-count kernel blocks; then a block of the engine is `Caches.ratio` consecutive blocks of the description.
+count kernel blocks; then a block of the engine is `Caches.ratios` consecutive blocks of the description.
+Cache groups lie over each other in memory: a block belongs to one of them at a time.
 
 What the last two dimensions mean is the attention kernel's secret. On GPUs a token's K and V lie behind each
 other, head by head; where the view has other heads than the model (K's and V's apart, with scales between), a
@@ -12,7 +13,7 @@ block is copied as one piece. The kernels of the CPU keep a block's keys transpo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -69,15 +70,28 @@ class Model:
     kv_heads: int
     is_mla: bool
     facts: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A cache group of the engine. `layers` are this rank's, those that share a tensor counted once.
+
+    `stages` has the names of its layers on each pipeline stage, this one's among them; none with one stage.
+    """
+
+    layers: tuple[str, ...]
+    block_tokens: int
+    window_tokens: int = 0
     order: TokenOrder = "tokens"
+    stages: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Caches:
-    """A rank's cache: its description, and how many of its blocks make one of the engine's."""
+    """A rank's cache, and how many blocks of its description make one of the engine's, by cache group."""
 
     spec: CacheSpec
-    ratio: int
+    ratios: tuple[int, ...]
 
 
 def describe_caches(
@@ -87,30 +101,22 @@ def describe_caches(
     rank: Rank,
     tp: int,
     pp: int,
-    block_tokens: int,
+    tables: Sequence[Table],
     block_count: int,
-    stages: tuple[tuple[str, ...], ...] = (),
 ) -> Caches:
-    """Describe a rank's tensors, by layer name; layers that share a tensor count once.
-
-    `stages` has the names of the layers of each pipeline stage, this one's among them.
+    """Describe a rank's tensors, by layer name.
 
     Raises:
-        UsageError: a tensor has an unexpected shape, or the layers' shapes differ; names the layer.
+        UsageError: a tensor has an unexpected shape, or layers of a group differ in theirs; names the layer.
     """
-    layers = distinct(tensors)
-    name, first = next(iter(layers.items()))
-    for other, tensor in layers.items():
-        _check(other, tensor, name, first)
-    kernel_blocks, _, kernel_tokens, _ = first.shape
-    if kernel_blocks % block_count or kernel_tokens * (kernel_blocks // block_count) != block_tokens:
-        raise UsageError(
-            f"the KV cache of layer {name} has {kernel_blocks} blocks of {kernel_tokens} tokens; "
-            f"expected {block_count} of {block_tokens} or an even division of them"
-        )
-    groups = _groups(model, layers, rank.tp, tp)
-    if pp > 1:
-        groups = [msgspec.structs.replace(group, stages=stages) for group in groups]
+    groups: list[GroupSpec] = []
+    ratios: list[int] = []
+    for number, table in enumerate(tables):
+        views = {name: tensors[name] for name in table.layers}
+        parts, ratio = _described(model, table, views, (rank.tp, tp), block_count)
+        stages = table.stages if pp > 1 else ()
+        groups += [msgspec.structs.replace(part, table=number, stages=stages) for part in parts]
+        ratios.append(ratio)
     spec = CacheSpec(
         model=model.name,
         dtype=model.dtype,
@@ -119,27 +125,86 @@ def describe_caches(
         tp_size=tp,
         pp_size=pp,
         groups=tuple(groups),
-        regions=_regions(layers),
+        regions=_regions(tensors[name] for table in tables for name in table.layers),
         facts=dict(model.facts),
     )
-    return Caches(spec, kernel_blocks // block_count)
+    return Caches(spec, tuple(ratios))
 
 
-def distinct(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The layers whose tensors no earlier layer has.
+def layers_of(tensors: Mapping[str, Tensor], groups: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+    """The layers of each cache group whose tensors no earlier layer of the group has.
+
+    Of several groups each layer that has a tensor of its own must be in one.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no tensor, or nobody says which group a layer belongs to.
     """
-    layers: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        if tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
-            layers[name] = tensor
-    if not layers:
+    if not tensors:
         raise UsageError("the engine has registered no KV cache; FerryConnector has nothing to carry")
-    return layers
+    found = [_distinct(tensors, tensors if len(groups) == 1 else group) for group in groups]
+    known = {tensors[name].data_ptr() for group in found for name in group}
+    for name, tensor in tensors.items():
+        if tensor.data_ptr() not in known:
+            raise UsageError(f"the KV cache of layer {name} is in none of the engine's {len(groups)} groups")
+    return found
+
+
+def _distinct(tensors: Mapping[str, Tensor], names: Iterable[str]) -> tuple[str, ...]:
+    layers: dict[int, str] = {}
+    for name in names:
+        if name in tensors:
+            layers.setdefault(tensors[name].data_ptr(), name)
+    return tuple(layers.values())
+
+
+def _described(
+    model: Model, table: Table, layers: Mapping[str, Tensor], place: tuple[int, int], block_count: int
+) -> tuple[list[GroupSpec], int]:
+    """The entries of one cache group, and how many blocks of theirs make one of the engine's."""
+    if not layers:
+        return [_on_other_stages(model, table, place, block_count)], 1
+    name, first = next(iter(layers.items()))
+    for other, tensor in layers.items():
+        _check(other, tensor, name, first)
+    kernel_blocks, _, kernel_tokens, _ = first.shape
+    ratio = kernel_blocks // block_count
+    if kernel_blocks % block_count or kernel_tokens * ratio != table.block_tokens:
+        raise UsageError(
+            f"the KV cache of layer {name} has {kernel_blocks} blocks of {kernel_tokens} tokens; "
+            f"expected {block_count} of {table.block_tokens} or an even division of them"
+        )
+    parts = _groups(model, table.order, layers, *place)
+    kind = _kind(model, table)
+    return [
+        msgspec.structs.replace(part, kind=kind, window_tokens=table.window_tokens) for part in parts
+    ], ratio
+
+
+def _kind(model: Model, table: Table) -> str:
+    if model.is_mla:
+        return "mla"
+    return "sliding_window" if table.window_tokens else "full"
+
+
+def _on_other_stages(model: Model, table: Table, place: tuple[int, int], block_count: int) -> GroupSpec:
+    """A cache group of which this pipeline stage has no layer; its blocks are blocks of nothing."""
+    tp_rank, tp = place
+    heads = 1 if model.is_mla else model.kv_heads
+    held = heads_of(tp_rank, tp, heads) if splits(tp, heads) else range(heads)
+    return GroupSpec(
+        kind=_kind(model, table),
+        block_tokens=table.block_tokens,
+        block_count=block_count,
+        planes=(),
+        block_stride=table.block_tokens * len(held),
+        head_stride=table.block_tokens,
+        token_stride=1,
+        content_bytes=1,
+        head_first=held.start,
+        head_count=len(held),
+        heads_total=heads,
+        window_tokens=table.window_tokens,
+    )
 
 
 def _check(name: str, tensor: Tensor, first_name: str, first: Tensor) -> None:
@@ -158,15 +223,17 @@ def _check(name: str, tensor: Tensor, first_name: str, first: Tensor) -> None:
         )
 
 
-def _groups(model: Model, layers: Mapping[str, Tensor], tp_rank: int, tp: int) -> list[GroupSpec]:
-    """The entries of the one cache group; the layers are alike."""
+def _groups(
+    model: Model, order: TokenOrder, layers: Mapping[str, Tensor], tp_rank: int, tp: int
+) -> list[GroupSpec]:
+    """The entries of a cache group whose layers are alike."""
     held = 1 if model.is_mla else max(model.kv_heads // tp, 1)
     group = _as_viewed(model, layers, tp_rank, tp)
     if group.head_count != held:
         return [_as_pages(group, tp_rank, tp)]
-    if model.order == "opaque":
+    if order == "opaque":
         return [_as_tiles(group)]
-    if model.order == "transposed_keys":
+    if order == "transposed_keys":
         return _keys_and_values(group, next(iter(layers.values())).element_size())
     return [group]
 
@@ -182,7 +249,7 @@ def _as_viewed(model: Model, layers: Mapping[str, Tensor], tp_rank: int, tp: int
         held = heads_of(tp_rank, tp, model.kv_heads) if splits(tp, model.kv_heads) else range(heads)
         head_first, heads_total = held.start, max(model.kv_heads, held.start + heads)
     return GroupSpec(
-        kind="mla" if model.is_mla else "full",
+        kind="full",
         block_tokens=tokens,
         block_count=blocks,
         planes=tuple(Plane(layer, tensor.data_ptr(), _device(tensor)) for layer, tensor in layers.items()),
@@ -193,7 +260,6 @@ def _as_viewed(model: Model, layers: Mapping[str, Tensor], tp_rank: int, tp: int
         head_first=head_first,
         head_count=heads,
         heads_total=heads_total,
-        table=0,
     )
 
 
@@ -262,10 +328,10 @@ def _device(tensor: Tensor) -> int:
     return tensor.device.index or 0
 
 
-def _regions(layers: Mapping[str, Tensor]) -> tuple[Region, ...]:
+def _regions(tensors: Iterable[Tensor]) -> tuple[Region, ...]:
     """One region per storage: vLLM's layers usually share one."""
     regions: dict[int, Region] = {}
-    for tensor in layers.values():
+    for tensor in tensors:
         storage = tensor.untyped_storage()
         kind = "DRAM" if tensor.device.type == "cpu" else "VRAM"
         regions[storage.data_ptr()] = Region(storage.data_ptr(), storage.nbytes(), _device(tensor), kind)

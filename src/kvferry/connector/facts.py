@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
+from kvferry.connector import compat
 from kvferry.errors import UsageError
-from kvferry.host.facts import EngineFacts
+from kvferry.host.facts import CacheGroup, EngineFacts
 from kvferry.ids import EngineId
+
+_CARRIED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
+"""And none of what is derived from them: a kind that is named apart keeps something else, or elsewhere."""
 
 
 def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
@@ -19,15 +30,18 @@ def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     """
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     _refuse_unsupported(vllm_config)
-    spec = only_spec(kv_cache_config)
+    groups = tuple(
+        CacheGroup(group.spec.block_size, group.window_tokens) for group in carried_groups(kv_cache_config)
+    )
     return EngineFacts(
         engine=EngineId(transfer.engine_id),
         tp=parallel.tensor_parallel_size,
         pp=parallel.pipeline_parallel_size,
         produces=transfer.is_kv_producer,
         consumes=transfer.is_kv_consumer,
-        block_tokens=spec.block_size,
+        block_tokens=groups[0].block_tokens,
         block_count=kv_cache_config.num_blocks,
+        groups=groups,
         ranks_end_with_engine=_ranks_end_with_engine(parallel),
     )
 
@@ -50,28 +64,62 @@ def check_both_directions(transfer: Any) -> None:
         )
 
 
-def only_spec(kv_cache_config: Any) -> Any:
-    """vLLM's description of the one cache group.
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """A cache group of vLLM: its layers on this rank, what vLLM says of one of them, and its window."""
+
+    layers: tuple[str, ...]
+    spec: Any
+    window_tokens: int = 0
+
+
+def carried_groups(kv_cache_config: Any) -> tuple[LayerGroup, ...]:
+    """The engine's cache groups.
 
     Raises:
-        UsageError: there are several groups, or it is not full attention.
+        UsageError: there is none, or one of them cannot be carried; names its kind.
     """
     groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
+    if not groups:
+        raise UsageError("this model has no KV cache; FerryConnector has nothing to carry")
+    found = tuple(_carried(group) for group in groups)
+    if (len(found) > 1 or found[0].window_tokens) and not compat.can_fail_receives():
         raise UsageError(
-            f"this model's KV cache has {len(groups)} groups ({kinds}); FerryConnector carries caches of "
-            "one group. Try --disable-hybrid-kv-cache-manager where the model allows it"
+            "this model's KV cache has sliding windows, and this vLLM cannot start a request over of which a "
+            "part has come; upgrade it to 0.31 or later, or start it with --disable-hybrid-kv-cache-manager"
         )
-    spec = groups[0].kv_cache_spec
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        spec = next(iter(spec.kv_cache_specs.values()))
-    if not isinstance(spec, FullAttentionSpec):
-        raise UsageError(
-            f"this model's KV cache is of kind {type(spec).__name__}; FerryConnector carries full "
-            "attention and MLA"
-        )
-    return spec
+    return found
+
+
+def _carried(group: Any) -> LayerGroup:
+    specs = list(_layer_specs(group.kv_cache_spec))
+    for spec in specs:
+        if type(spec) not in _CARRIED:
+            raise UsageError(_not_carried(type(spec).__name__))
+    if not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False):
+        raise UsageError(_not_carried("HiSparse"))
+    windows = {_window(spec) for spec in specs if isinstance(spec, SlidingWindowSpec)}
+    if len(windows) > 1:
+        raise UsageError(_not_carried("windows of unlike length in one group"))
+    return LayerGroup(tuple(group.layer_names), specs[0], windows.pop() if windows else 0)
+
+
+def _window(spec: Any) -> int:
+    """What vLLM keeps, which under speculative decoding is more than what the layers look at."""
+    return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
+
+
+def _layer_specs(spec: Any) -> Iterable[Any]:
+    """vLLM's description of each layer of a group, where they have one each; else that of the group."""
+    return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
+
+
+def _not_carried(kind: str) -> str:
+    return (
+        f"a part of this model's KV cache is of kind {kind}; FerryConnector carries full attention, MLA and "
+        "sliding windows. What state-space layers keep cannot be moved exactly: prefill and decode such a "
+        "model in one engine. For other kinds try --disable-hybrid-kv-cache-manager"
+    )
 
 
 def _refuse_unsupported(vllm_config: Any) -> None:

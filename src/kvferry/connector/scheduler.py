@@ -18,12 +18,13 @@ from kvferry.host.facts import EngineFacts
 from kvferry.host.histories import wanted_history
 from kvferry.host.holding import Holding, HoldLimits
 from kvferry.host.metrics import HISTORIES
+from kvferry.host.misfits import Misfits
 from kvferry.host.orders import Scheduled
 from kvferry.host.outcomes import Outcomes
 from kvferry.host.pins import BlockPool, Pins
 from kvferry.host.prefixes import TokenRequest
 from kvferry.host.requests import EngineRequest, is_probe, is_release, read_params
-from kvferry.host.scheduler_consumer import SchedulerConsumer, single_group
+from kvferry.host.scheduler_consumer import SchedulerConsumer
 from kvferry.host.scheduler_producer import HandedOver, SchedulerProducer
 from kvferry.host.settings import Settings
 from kvferry.host.starvation import Starvation
@@ -87,6 +88,7 @@ class FerryScheduler:
         self._stirred = True
         """Whether something has happened since the last report that may have changed a statistic."""
         self._outcomes = Outcomes(facts, self._stats)
+        self._misfits = Misfits()
         self._probes: dict[RequestId, TransferId | None] = {}
         """Requests that only ask, and the decode leg that one asks about."""
         self.producer = SchedulerProducer(facts, self._pins)
@@ -158,7 +160,8 @@ class FerryScheduler:
         if params.transfer is None:
             self._stats.count(stats.LEGACY_PAIRINGS)
         if isinstance(params, DecodeParams):
-            if not self.consumer.announce(request, whole_prompt(request, params)):
+            stop = self._facts.received_stop(request.num_prompt_tokens)
+            if not self.consumer.announce(request, whole_prompt(request, params, stop)):
                 self._outcomes.skipped("in_use", params.mode or "push")
             elif self._both_directions:
                 self.holding.note(request, params)
@@ -205,7 +208,7 @@ class FerryScheduler:
         if not self.consumer.is_waiting(request.request_id):
             return
         self._stirred = True
-        target = single_group(blocks) if external_tokens > 0 else []
+        target = blocks.get_block_ids() if external_tokens > 0 else ()
         asked = self.consumer.allocated(request, target, external_tokens)
         wanted = self.consumer.wanted_by(request.request_id)
         if wanted is not None and wanted.is_history:
@@ -246,7 +249,9 @@ class FerryScheduler:
         keep, held = self.producer.finish(request)
         if held is not None:
             return keep, self._answer(request, held)
-        kept = self.holding.finish(request, blocks[0], self._source) if len(blocks) == 1 else None
+        # Of layers with a window the engine has the newest tokens only, and the next turn may need others.
+        whole = len(blocks) == 1 and not self._facts.has_windows
+        kept = self.holding.finish(request, blocks[0], self._source) if whole else None
         return keep, None if kept is None else _kept(request.request_id, kept)
 
     def _told(self, request: EngineRequest, origin: TransferId | None) -> dict[str, Any] | None:
@@ -293,8 +298,11 @@ class FerryScheduler:
             self.holding.rank_ended(event)
         elif isinstance(event, Ended):
             self._outcomes.add(event)
+            wanted = None if event.sending else self.consumer.wanted_by(event.request)
             if event.sending:
                 self.producer.rank_ended(event.rank, event.request)
+            elif wanted is not None:
+                self._misfits.ended(wanted.source.engine, event, self._clock())
         elif isinstance(event, Quarantined):
             self.consumer.quarantined(event)
         elif isinstance(event, Safe):
@@ -336,7 +344,7 @@ class FerryScheduler:
             self.consumer.receiving_count,
             self.producer.quarantined_blocks + self.consumer.quarantined_blocks,
             self.holding.blocks,
-            int(self.consumer.ready),
+            int(self.consumer.ready and not self._misfits.count(self._clock())),
         )
 
     def close(self) -> None:
@@ -363,14 +371,13 @@ def _scheduled(step: Any, is_ours: Callable[[RequestId], bool]) -> Iterator[Sche
         name = new.req_id
         if is_ours(name):
             stop = new.num_computed_tokens + counts[name]
-            yield Scheduled(name, stop, new.block_ids[0], replaced=True)
+            yield Scheduled(name, stop, new.block_ids, replaced=True)
     cached = step.scheduled_cached_reqs
     for index, name in enumerate(cached.req_ids):
         if is_ours(name):
-            blocks = cached.new_block_ids[index]
             yield Scheduled(
                 name,
                 cached.num_computed_tokens[index] + counts[name],
-                blocks[0] if blocks else [],
+                cached.new_block_ids[index] or (),
                 replaced=name in cached.resumed_req_ids,
             )

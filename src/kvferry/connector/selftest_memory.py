@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kvferry.connector.caches import Model, describe_caches
+from kvferry.connector.caches import Model, Table, describe_caches
 from kvferry.connector.launch import recorder
 from kvferry.ids import BlockId, Rank
 from kvferry.layout.spec import CacheSpec
@@ -46,13 +46,14 @@ class Memory:
 
     def describe(self) -> CacheSpec:
         """What the agent is told, by the way of an engine's tensors."""
+        tensors = {f"model.layers.{layer}.self_attn.attn": self.view[layer] for layer in range(LAYERS)}
         return describe_caches(
-            {f"model.layers.{layer}.self_attn.attn": self.view[layer] for layer in range(LAYERS)},
+            tensors,
             model=Model("selftest", "uint8", "uint8", HEADS, is_mla=False, facts={}),
             rank=Rank(0, 0),
             tp=1,
             pp=1,
-            block_tokens=BLOCK_TOKENS,
+            tables=(Table(tuple(tensors), BLOCK_TOKENS),),
             block_count=self.blocks,
         ).spec
 

@@ -17,8 +17,8 @@ from kvferry.agent.directory_server import DirectoryServer
 from kvferry.agent.links import Identity
 from kvferry.connector import compat
 from kvferry.connector.cache_layout import check_given
-from kvferry.connector.caches import Caches, Model, Tensor, TokenOrder, describe_caches, distinct
-from kvferry.connector.facts import only_spec
+from kvferry.connector.caches import Caches, Model, Table, Tensor, TokenOrder, describe_caches, layers_of
+from kvferry.connector.facts import carried_groups
 from kvferry.connector.launch import make_agent, recorder
 from kvferry.connector.metadata import Handshake
 from kvferry.host.facts import EngineFacts
@@ -75,7 +75,8 @@ class WorkerStart:
             agent,
             rank=facts.index(rank),
             block_tokens=facts.block_tokens,
-            ratio=caches.ratio,
+            ratios=caches.ratios,
+            keeps_good_prefixes=facts.keeps_good_prefixes,
             drain_seconds=settings.drain_seconds,
             can_start_over=compat.can_fail_receives(),
             record=recorder(next(iter(tensors.values()))),
@@ -85,12 +86,12 @@ class WorkerStart:
             logger.warning(
                 "test hook: block %d of each prompt is damaged before it is pushed", settings.corrupt_block
             )
-            worker.damage_block(settings.corrupt_block, lambda block: _damage(tensors, block, caches.ratio))
+            worker.damage_block(settings.corrupt_block, lambda block: _damage(tensors, block, caches))
         logger.info(
             "rank %s of %s carries %d layers in order %s by %s",
             rank,
             identity.engine,
-            len(caches.spec.groups[0].planes),
+            len({plane.name for group in caches.spec.groups for plane in group.planes}),
             order or "of the engine",
             ", ".join(settings.backends),
         )
@@ -103,10 +104,24 @@ class WorkerStart:
             rank=rank,
             tp=self._facts.tp,
             pp=self._facts.pp,
-            block_tokens=self._facts.block_tokens,
+            tables=self._tables(tensors),
             block_count=self._facts.block_count,
-            stages=_on_every_stage(tuple(distinct(tensors))),
         )
+
+    def _tables(self, tensors: dict[str, Tensor]) -> list[Table]:
+        groups = carried_groups(self._kv_cache_config)
+        layers = layers_of(tensors, [group.layers for group in groups])
+        stages = _on_every_stage(layers)
+        return [
+            Table(
+                layers=names,
+                block_tokens=group.spec.block_size,
+                window_tokens=group.window_tokens,
+                order=_order(self._vllm_config, group.spec),
+                stages=tuple(stage[number] for stage in stages),
+            )
+            for number, (group, names) in enumerate(zip(groups, layers, strict=True))
+        ]
 
 
 def open_directory(settings: Settings, handshakes: list[Handshake]) -> DirectoryServer:
@@ -152,23 +167,22 @@ def _shared_incarnation() -> Incarnation:
     return Incarnation(str(shared))
 
 
-def _on_every_stage(layers: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """The layers of each pipeline stage; every rank takes part."""
+def _on_every_stage(layers: list[tuple[str, ...]]) -> list[list[tuple[str, ...]]]:
+    """The layers of each pipeline stage, by cache group; every rank takes part."""
     group = get_pp_group()
-    return tuple(tuple(group.broadcast_object(layers, src=stage)) for stage in range(group.world_size))
+    return [list(group.broadcast_object(layers, src=stage)) for stage in range(group.world_size)]
 
 
 def _model(vllm_config: Any, kv_cache_config: Any) -> Model:
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    spec = only_spec(kv_cache_config)
+    groups = carried_groups(kv_cache_config)
     speculative = vllm_config.speculative_config
     return Model(
         name=_model_name(model),
         dtype=_plain(model.dtype),
-        kv_dtype=_plain(spec.dtype) if cache.cache_dtype == "auto" else str(cache.cache_dtype),
+        kv_dtype=_plain(groups[0].spec.dtype) if cache.cache_dtype == "auto" else str(cache.cache_dtype),
         kv_heads=model.get_total_num_kv_heads(),
         is_mla=bool(model.use_mla),
-        order=_order(vllm_config, spec),
         facts={
             "model_revision": str(model.revision or ""),
             "quantization": str(model.quantization or ""),
@@ -203,6 +217,7 @@ def _plain(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _damage(tensors: dict[str, Any], block: int, ratio: int) -> None:
-    for tensor in tensors.values():
-        tensor[block * ratio : (block + 1) * ratio].neg_()
+def _damage(tensors: dict[str, Any], block: int, caches: Caches) -> None:
+    ratio = caches.ratios[0]
+    for name in caches.spec.tables[0][0].layers:
+        tensors[name][block * ratio : (block + 1) * ratio].neg_()

@@ -66,7 +66,7 @@ _HELP = {
     HOLDS: "Turns that were kept for the next one, by how that ended.",
     HISTORIES: "Prefill requests that came with what a decode engine keeps, by what became of it.",
     HELD_BLOCKS: "Blocks that are kept after turns.",
-    READY: "1 while quarantine leaves enough of the cache to admit remote KV.",
+    READY: "1 while quarantine leaves room for remote KV, and the caches of producers that are named fit.",
 }
 _SEPARATOR = "\x1f"
 _MOVED_KEYS = {name: _SEPARATOR.join((name, "push")) for name in (BYTES, BYTES_EARLY)}

@@ -5,6 +5,7 @@ Under asynchronous scheduling several steps are under way; each has its own orde
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -29,12 +30,13 @@ class Sender(msgspec.Struct, frozen=True):
 class Scheduled(msgspec.Struct, frozen=True):
     """What a step does to one request: it computes up to token `stop`.
 
-    `blocks` are appended to its block table, or replace all of it when `replaced`.
+    `blocks` of each cache group are appended to its block table, or replace all of it when `replaced`; no
+    groups: there are no new ones.
     """
 
     request: RequestId
     stop: int
-    blocks: list[BlockId]
+    blocks: Sequence[list[BlockId]]
     replaced: bool
 
 

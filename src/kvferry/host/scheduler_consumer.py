@@ -9,9 +9,8 @@ request is local for good: after a failure or a preemption it is computed here.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvferry.host.events import Quarantined, RankIndex, RequestId, Safe
 from kvferry.host.facts import EngineFacts
@@ -32,7 +31,7 @@ class _State(enum.Enum):
 
 @dataclass(slots=True)
 class _Receiving:
-    """One request. `blocks` are the destination while it is receiving."""
+    """One request. `blocks` are the destination while it is receiving, of all cache groups."""
 
     consumer: ConsumerId
     wanted: Wanted
@@ -56,6 +55,7 @@ class SchedulerConsumer:
     ) -> None:
         """A history of fewer than `recompute_tokens` is computed."""
         self._facts = facts
+        self._tables = facts.tables
         self._pins = pins
         self._waiting_blocks_max = int(facts.block_count * waiting_blocks_share)
         self._quarantined_blocks_max = int(facts.block_count * quarantine_share)
@@ -96,12 +96,19 @@ class SchedulerConsumer:
         wanted = receiving.wanted
         if wanted.is_history and wanted.stop - local_tokens < max(self._recompute_tokens, 1):
             return 0
-        blocks = self._facts.blocks(wanted.stop) - local_tokens // self._facts.block_tokens
+        blocks = sum(len(needed) for needed in self._needed_blocks(local_tokens, wanted.stop))
         full = self._receiving_blocks and self._receiving_blocks + blocks > self._waiting_blocks_max
         if full or not self.ready:
             # A history is computed here rather than waited for.
             return 0 if wanted.is_history else None
         return wanted.stop - local_tokens
+
+    def _needed_blocks(self, start: int, stop: int) -> list[range]:
+        """Of each cache group the blocks of `[start, stop)` that are needed; of a window the last ones."""
+        return [
+            range(max(start // group.block_tokens, group.first_needed(stop)), group.blocks(stop))
+            for group in self._tables
+        ]
 
     def wanted_by(self, request: RequestId) -> Wanted | None:
         """What a request is to receive, or has received; None for one that is not ours."""
@@ -113,8 +120,10 @@ class SchedulerConsumer:
         receiving = self._requests.get(request)
         return receiving is not None and receiving.state is _State.WAITING
 
-    def allocated(self, request: EngineRequest, blocks: list[BlockId], external_tokens: int) -> bool:
-        """The engine has given the request its blocks; False when nothing is needed from the producer."""
+    def allocated(
+        self, request: EngineRequest, blocks: Sequence[list[BlockId]], external_tokens: int
+    ) -> bool:
+        """The engine has given the request its blocks of each group; False when none is to be received."""
         receiving = self._requests.get(request.request_id)
         if receiving is None or receiving.state is not _State.WAITING:
             return True
@@ -126,10 +135,13 @@ class SchedulerConsumer:
         stop = wanted.stop
         start = stop - external_tokens
         # Blocks behind the prompt are for tokens to come; they are nobody's target.
-        target = blocks[start // self._facts.block_tokens : self._facts.blocks(stop)]
+        target = [
+            given[needed.start : needed.stop]
+            for given, needed in zip(blocks, self._needed_blocks(start, stop), strict=True)
+        ]
         receiving.state = _State.RECEIVING
-        receiving.blocks = target
-        self._receiving_blocks += len(target)
+        receiving.blocks = [block for group in target for block in group]
+        self._receiving_blocks += len(receiving.blocks)
         self._receiving_count += 1
         self._commands.append(
             Receive(
@@ -138,7 +150,7 @@ class SchedulerConsumer:
                 wanted.source,
                 start,
                 stop,
-                (to_spans(target),),
+                tuple(map(to_spans, target)),
                 wanted.mode,
                 wanted.patient,
                 recent=wanted.is_history,
@@ -244,9 +256,3 @@ class SchedulerConsumer:
         cancelled = reasons.because(reasons.CANCELLED, reason)
         wanted = receiving.wanted
         self._commands.append(Withdraw(wanted.transfer, receiving.consumer, wanted.source, cancelled))
-
-
-def single_group(blocks: Any) -> list[BlockId]:
-    """The block ids of vLLM's `KVCacheBlocks` of a cache with one group."""
-    ids: list[BlockId] = blocks.get_block_ids()[0]
-    return ids

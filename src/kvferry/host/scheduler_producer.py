@@ -22,9 +22,9 @@ from kvferry.host.events import PreemptAnswer, RankIndex, RequestId
 from kvferry.host.facts import EngineFacts
 from kvferry.host.orders import Scheduled, Sender, StepOrders
 from kvferry.host.pins import Pins
+from kvferry.host.published import PublishedBlocks
 from kvferry.host.requests import EngineRequest, ended_normally, is_preempted
-from kvferry.ids import BlockId, TransferId
-from kvferry.layout.spans import to_spans
+from kvferry.ids import TransferId
 from kvferry.protocol import reasons
 from kvferry.protocol.commands import Abandon, Advance, Command, Expect, Finish, Preempt, Reclaim
 
@@ -41,14 +41,13 @@ class HandedOver(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Sending:
-    """One prefill request. `fresh` are block ids that are allocated and not yet published."""
+    """One prefill request."""
 
     request: EngineRequest
     transfer: TransferId
     mode: TransferMode
+    blocks: PublishedBlocks
     frontier: int = 0
-    blocks_published: int = 0
-    fresh: list[BlockId] = field(default_factory=list)
     published: bool = False
     ended: bool = False
     unwanted: bool = False
@@ -92,7 +91,9 @@ class SchedulerProducer:
             return False
         self._transfers[transfer] = request.request_id
         mode = params.mode or "push"
-        self._requests[request.request_id] = _Sending(request, transfer, mode)
+        self._requests[request.request_id] = _Sending(
+            request, transfer, mode, PublishedBlocks(self._facts.tables, request.num_prompt_tokens)
+        )
         self._senders.append(Sender(transfer, request.request_id, mode))
         self._commands.append(Expect(transfer, request.num_prompt_tokens, params.consumers))
         return True
@@ -125,11 +126,9 @@ class SchedulerProducer:
         orders.preempt = self._preempt(preempted)
         for one in scheduled:
             sending = self._requests[one.request]
+            sending.blocks.add(one.blocks, replaced=one.replaced)
             if one.replaced:
-                sending.fresh = list(one.blocks)
-                sending.blocks_published = sending.frontier = 0
-            else:
-                sending.fresh += one.blocks
+                sending.frontier = 0
             advance = self._advance(sending, min(one.stop, sending.request.num_prompt_tokens))
             if advance is not None:
                 orders.advances.append(advance)
@@ -243,8 +242,8 @@ class SchedulerProducer:
                 continue
             transfers.append(sending.transfer)
             self._pins.move(name, ticket)
-            sending.fresh = []
-            sending.blocks_published = sending.frontier = 0
+            sending.blocks.clear()
+            sending.frontier = 0
         if not transfers:
             return None
         self._next_ticket += 1
@@ -254,16 +253,11 @@ class SchedulerProducer:
     def _advance(self, sending: _Sending, frontier: int) -> Advance | None:
         if frontier <= sending.frontier:
             return None
-        first = sending.blocks_published
-        wanted = self._facts.blocks(frontier) - first
-        blocks, sending.fresh = sending.fresh, []
-        if len(blocks) > wanted:
-            blocks, sending.fresh = blocks[:wanted], blocks[wanted:]
+        new = sending.blocks.advance(frontier)
         sending.frontier = frontier
-        sending.blocks_published = first + len(blocks)
         sending.published = True
-        self._pins.add(sending.request.request_id, blocks)
-        return Advance(sending.transfer, frontier, first, (to_spans(blocks),))
+        self._pins.add(sending.request.request_id, new.held)
+        return Advance(sending.transfer, frontier, new.first_block, new.spans, new.first_blocks)
 
     def _forget(self, request: RequestId) -> None:
         self._pins.drop(request)

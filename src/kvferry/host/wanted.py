@@ -23,13 +23,13 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     """It is what is kept of a turn: of use, and never waited for where computing does as well."""
 
 
-def whole_prompt(request: EngineRequest, params: DecodeParams) -> Wanted:
-    """What a decode request wants."""
+def whole_prompt(request: EngineRequest, params: DecodeParams, stop: int) -> Wanted:
+    """What a decode request wants: its prompt, as far as its engine receives one."""
     return Wanted(
         transfer=params.transfer or paired_by_request_id(request.request_id),
         source=source_of(params.source),
         mode=params.mode or "push",
-        stop=request.num_prompt_tokens,
+        stop=stop,
         patient=params.prefilled_tokens is None,
     )
 

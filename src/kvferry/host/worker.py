@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable
+from operator import mul
 from typing import Protocol
 
 import msgspec
@@ -88,26 +89,31 @@ class FerryWorker:
         *,
         rank: RankIndex,
         block_tokens: int,
-        ratio: int = 1,
+        ratios: tuple[int, ...] = (1,),
+        keeps_good_prefixes: bool = True,
         drain_seconds: float = 1.0,
         can_start_over: bool = True,
         record: Record | None = None,
         moved: Callable[[], tuple[int, int]] = lambda: _NOT_MOVED,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`ratio`: blocks of the cache description per block of the engine.
+        """`ratios`: blocks of the cache description per block of the engine, by cache group.
 
+        `keeps_good_prefixes`: see `EngineFacts`; where it does not, `can_start_over` must be true.
         `record` is None where the forward pass has ended when its hooks run; elsewhere it marks its end.
         `moved`: bytes that the agent has posted since its start, and those of them before the end of their
         prefill; the same object while nothing has been posted.
         """
         self._agent = agent
         self._rank = rank
-        self._ratio = ratio
+        self._ratios = ratios
+        self._scales = any(ratio != 1 for ratio in ratios)
         self._drain_seconds = drain_seconds
         self._clock = clock
         self._producer = WorkerProducer(rank)
-        self._consumer = WorkerConsumer(rank, block_tokens, can_start_over=can_start_over)
+        self._consumer = WorkerConsumer(
+            rank, block_tokens, can_start_over=can_start_over, keeps_good_prefixes=keeps_good_prefixes
+        )
         self._record = record
         self._refused: list[Result] = []
         self._undrained: set[int] = set()
@@ -255,7 +261,7 @@ class FerryWorker:
         self._consumer.open(command, now)
         self._opened.add(RequestId(command.consumer))
         target = command
-        if self._ratio != 1:
+        if self._scales:
             target = msgspec.structs.replace(command, groups=self._kernel_groups(command.groups))
         if not self._agent.submit(target):
             # Its announcement may have been taken; nobody shall wait for what it announced.
@@ -297,16 +303,17 @@ class FerryWorker:
             out.events.append(PreemptAnswer(self._rank, result.ticket, drained=True))
 
     def _kernel_groups(self, groups: Groups) -> Groups:
-        return tuple(scaled_spans(spans, self._ratio) for spans in groups)
+        return tuple(scaled_spans(*pair) for pair in zip(groups, self._ratios, strict=True))
 
     def _in_kernel_blocks(self, advance: Advance) -> Advance:
-        if self._ratio == 1:
+        if not self._scales:
             return advance
         return Advance(
             advance.transfer,
             advance.frontier,
-            advance.first_block * self._ratio,
+            advance.first_block * self._ratios[0],
             self._kernel_groups(advance.blocks),
+            tuple(map(mul, advance.first_blocks, self._ratios)),
         )
 
     def _apply_damage(self, advances: Iterable[Advance]) -> None:

@@ -2,7 +2,8 @@
 
 The engine hears of each destination once, through `finished_recving`. How depends on whether the
 destination is behind the fence. Behind it, a failure names the blocks from the first bad one on, and the
-engine recomputes them in place. If a silent producer may still write, the blocks go into quarantine and the
+engine recomputes them in place; where a cache has several groups or windows, no good prefix can be named, and
+the request starts over. If a silent producer may still write, the blocks go into quarantine and the
 engine throws the whole prefix away, to start over in others; where it cannot do that, or nobody waits for
 the request any more, the report itself waits for the fence.
 """
@@ -42,10 +43,13 @@ class _Destination:
 class WorkerConsumer:
     """The destinations of one rank."""
 
-    def __init__(self, rank: RankIndex, block_tokens: int, *, can_start_over: bool) -> None:
+    def __init__(
+        self, rank: RankIndex, block_tokens: int, *, can_start_over: bool, keeps_good_prefixes: bool = True
+    ) -> None:
         self._rank = rank
         self._block_tokens = block_tokens
         self._can_start_over = can_start_over
+        self._keeps_good_prefixes = keeps_good_prefixes
         self._destinations: dict[_Key, _Destination] = {}
         self._keys: dict[RequestId, _Key] = {}
 
@@ -90,7 +94,7 @@ class WorkerConsumer:
             return
         destination.failed_at = result.valid_until
         cancelled = result.cancelled or destination.withdrawn
-        starts_over = not result.fenced and self._can_start_over
+        starts_over = not self._keeps_good_prefixes or (not result.fenced and self._can_start_over)
         good_until = destination.receive.start if starts_over else result.valid_until
         out.events.append(
             Ended(
@@ -125,8 +129,12 @@ class WorkerConsumer:
     def _end(self, destination: _Destination, out: Reported) -> None:
         self._close(destination.receive.transfer, destination.receive.consumer)
         out.finished.receiving.add(destination.request)
-        if not destination.withdrawn:
+        if destination.withdrawn:
+            return
+        if self._keeps_good_prefixes:
             out.bad_blocks.update(self._bad_blocks(destination))
+        else:
+            out.finished.failed.add(destination.request)
 
     def _bad_blocks(self, destination: _Destination) -> list[BlockId]:
         receive = destination.receive

@@ -9,11 +9,12 @@ import torch
 from vllm import _custom_ops as ops
 
 from kvferry.connector import compat
-from kvferry.connector.caches import Model, describe_caches
+from kvferry.connector.caches import Model, Table, describe_caches, layers_of
 from kvferry.errors import UsageError
 from kvferry.ids import Rank
 from kvferry.layout.compare import compare
 from kvferry.layout.describe import STRIDE_ORDERS
+from kvferry.layout.plan import plan
 from kvferry.layout.ranks import shape_of
 from kvferry.layout.spans import scaled_spans
 from tests.support.engines import where
@@ -42,16 +43,17 @@ def tensors(order="LBHNC", *, heads=HEADS, blocks=BLOCKS, tokens=TOKENS):
     return {f"layers.{layer}": logical[layer] for layer in range(LAYERS)}
 
 
-def describe(views, *, given=None, rank=None, tp=1, block_tokens=TOKENS, block_count=BLOCKS, stages=()):
+def describe(views, *, given=None, rank=None, tp=1, stages=(), block_count=BLOCKS, order="tokens", **table):
+    """As one cache group."""
+    (layers,) = layers_of(views, [tuple(views)])
     return describe_caches(
         views,
         model=given or model(),
         rank=rank or Rank(0, 0),
         tp=tp,
         pp=max(len(stages), 1),
-        block_tokens=block_tokens,
+        tables=[Table(layers, **({"block_tokens": TOKENS} | table), order=order, stages=stages)],
         block_count=block_count,
-        stages=stages,
     )
 
 
@@ -94,9 +96,9 @@ def test_layers_that_share_a_tensor_count_once():
 def test_smaller_kernel_blocks_are_described_as_they_are():
     """The engine counts 5 blocks of 8 tokens, the kernel 10 of 4."""
     caches = describe(tensors(blocks=10), block_tokens=8, block_count=5)
-    assert caches.ratio == 2
+    assert caches.ratios == (2,)
     assert caches.spec.groups[0].block_count == 10
-    assert scaled_spans(((1, 2), (4, 1)), caches.ratio) == ((2, 4), (8, 2))
+    assert scaled_spans(((1, 2), (4, 1)), caches.ratios[0]) == ((2, 4), (8, 2))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,7 @@ def test_the_cpu_s_kernels_keep_keys_transposed_as_described():
         assert compat.keeps_keys_transposed(torch.float32, tokens, size, "auto")
         spec = describe(
             {"layers.0": cache},
-            given=model(order="transposed_keys"),
+            order="transposed_keys",
             block_tokens=tokens,
             block_count=3,
         ).spec
@@ -138,10 +140,10 @@ def test_the_cpu_s_kernels_keep_keys_transposed_as_described():
 
 
 def test_kernels_that_nobody_knows_have_blocks_that_stay_whole():
-    (group,) = describe(tensors(), given=model(order="opaque")).spec.groups
+    (group,) = describe(tensors(), order="opaque").spec.groups
     assert group.tile_tokens == group.block_tokens == TOKENS
     with pytest.raises(UsageError, match="orders a block's tokens in its own way"):
-        describe(tensors("LBNHC"), given=model(order="opaque"))
+        describe(tensors("LBNHC"), order="opaque")
     assert not compat.keeps_keys_transposed(torch.bfloat16, 48, 48, "auto")
 
 
@@ -209,3 +211,85 @@ def test_unexpected_tensors_are_refused(view, words):
 def test_no_cache_at_all_is_refused():
     with pytest.raises(UsageError, match="no KV cache"):
         describe({})
+
+
+def test_each_cache_group_is_a_table_of_its_own():
+    """V14: groups lie over each other in memory, and are two all the same."""
+    views = tensors()
+    views["layers.1"] = views["layers.0"]
+    whole, window = layers_of(views, [("layers.0", "layers.2"), ("layers.1", "layers.elsewhere")])
+    caches = describe_caches(
+        views,
+        model=model(),
+        rank=Rank(0, 0),
+        tp=1,
+        pp=1,
+        tables=[Table(whole, TOKENS), Table(window, TOKENS, window_tokens=9)],
+        block_count=BLOCKS,
+    )
+    assert [[group.kind for group in groups] for groups in caches.spec.tables] == [
+        ["full"],
+        ["sliding_window"],
+    ]
+    assert [sorted(groups[0].layers) for groups in caches.spec.tables] == [
+        ["layers.0", "layers.2"],
+        ["layers.1"],
+    ]
+    assert caches.spec.windows == (0, 9)
+    assert caches.spec.groups[0].planes[0].address == caches.spec.groups[1].planes[0].address
+    assert len(caches.spec.regions) == 1
+    assert caches.ratios == (1, 1)
+
+
+def test_a_group_may_have_kernel_blocks_of_its_own_size():
+    views = tensors()
+    window = torch.zeros(2 * BLOCKS, HEADS, TOKENS, CONTENT)
+    caches = describe_caches(
+        views | {"layers.w": window},
+        model=model(),
+        rank=Rank(0, 0),
+        tp=1,
+        pp=1,
+        tables=[Table(tuple(views), TOKENS), Table(("layers.w",), 2 * TOKENS, window_tokens=9)],
+        block_count=BLOCKS,
+    )
+    assert caches.ratios == (1, 2)
+    assert caches.spec.block_counts == (BLOCKS, 2 * BLOCKS)
+
+
+def test_a_stage_without_a_layer_of_a_group_says_so():
+    """V11: the other stages' ranks have them, and the plan finds nothing to move here."""
+    views = tensors()
+    stages = (("layers.0", "layers.1", "layers.2"), ()), ((), ("layers.9",))
+    caches = describe_caches(
+        views,
+        model=model(),
+        rank=Rank(0, 0),
+        tp=1,
+        pp=2,
+        tables=[
+            Table(tuple(views), TOKENS, stages=stages[0]),
+            Table((), 8, window_tokens=9, stages=stages[1]),
+        ],
+        block_count=BLOCKS,
+    )
+    (_, (empty,)) = caches.spec.tables
+    assert (empty.planes, empty.block_tokens, empty.block_bytes) == ((), 8, 0)
+    assert compare(caches.spec, caches.spec) == []
+    assert len(shape_of(caches.spec).stages[1][HEADS]) == 1
+    found = plan(caches.spec, caches.spec)
+    assert [found.bytes_per_block(table) > 0 for table in range(2)] == [True, False]
+
+
+def test_a_layer_of_no_group_is_refused_by_name():
+    with pytest.raises(UsageError, match=r"layers\.2 is in none of the engine's 2 groups"):
+        layers_of(tensors(), [("layers.0",), ("layers.1",)])
+
+
+def test_a_layer_that_shares_its_tensor_needs_no_group():
+    views = tensors()
+    views["layers.shared"] = views["layers.1"]
+    assert layers_of(views, [("layers.0", "layers.2"), ("layers.1",)]) == [
+        ("layers.0", "layers.2"),
+        ("layers.1",),
+    ]

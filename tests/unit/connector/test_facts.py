@@ -6,21 +6,38 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
-from kvferry.connector.facts import check_both_directions, only_spec, read_facts
+from kvferry.connector import compat
+from kvferry.connector.facts import carried_groups, check_both_directions, read_facts
 from kvferry.errors import UsageError
-from kvferry.host.facts import EngineFacts
+from kvferry.host.facts import CacheGroup, EngineFacts
 from kvferry.ids import EngineId, Rank
 
 SIZES = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
 FULL = FullAttentionSpec(**SIZES)
 WINDOW = SlidingWindowSpec(**SIZES, sliding_window=128)
+CHUNKS = ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=128)
 STATE = MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.float32,))
 
 
+starts_over = pytest.mark.skipif(
+    not compat.can_fail_receives(), reason="this vLLM cannot throw one request's prefix away"
+)
+
+
 def caches(*specs):
-    groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=[]) for spec in specs]
+    groups = [
+        SimpleNamespace(kv_cache_spec=spec, layer_names=[f"layers.{number}"])
+        for number, spec in enumerate(specs)
+    ]
     return SimpleNamespace(kv_cache_groups=groups, num_blocks=64)
 
 
@@ -35,27 +52,72 @@ def config(**parallel):
 def test_one_group_of_full_attention_is_carried():
     facts = read_facts(config(), caches(FULL))
     assert facts == EngineFacts(
-        EngineId("e"), tp=2, pp=1, produces=True, consumes=False, block_tokens=16, block_count=64
+        EngineId("e"),
+        tp=2,
+        pp=1,
+        produces=True,
+        consumes=False,
+        block_tokens=16,
+        block_count=64,
+        groups=(CacheGroup(16),),
     )
     assert facts.ranks == {0, 1}
     assert [facts.blocks(tokens) for tokens in (0, 1, 16, 17)] == [0, 1, 1, 2]
     assert facts.index(Rank(1, 1)) == 3
+    assert facts.keeps_good_prefixes
+    assert facts.received_stop(100) == 100
+
+
+@starts_over
+@pytest.mark.parametrize("specs", [(FULL, WINDOW), (WINDOW,), (FULL, FULL)])
+def test_several_groups_and_windows_are_carried(specs):
+    """V14: no hybrid allocator has to be turned off."""
+    facts = read_facts(config(), caches(*specs))
+    windows = tuple(CacheGroup(16, 128 if spec is WINDOW else 0) for spec in specs)
+    assert facts.tables == windows
+    assert not facts.keeps_good_prefixes
+    assert facts.received_stop(100) == (99 if WINDOW in specs else 100)
+
+
+@pytest.mark.parametrize("specs", [(FULL, WINDOW), (WINDOW,)])
+def test_a_vllm_that_cannot_start_over_carries_no_windows(monkeypatch, specs):
+    monkeypatch.setattr(compat, "can_fail_receives", lambda: False)
+    with pytest.raises(UsageError, match=r"0\.31 or later.*--disable-hybrid"):
+        carried_groups(caches(*specs))
+    assert carried_groups(caches(FULL))[0].window_tokens == 0
+
+
+def test_groups_that_have_a_description_per_layer_are_looked_into():
+    mla = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
+    together = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"layers.0": mla, "layers.1": mla})
+    (group,) = carried_groups(caches(together))
+    assert group.spec is mla
+    mixed = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"layers.0": FULL, "layers.1": CHUNKS})
+    with pytest.raises(UsageError, match="ChunkedLocalAttentionSpec"):
+        carried_groups(caches(mixed))
 
 
 @pytest.mark.parametrize(
     ("specs", "words"),
     [
-        ((FULL, WINDOW), r"2 groups \(FullAttentionSpec, SlidingWindowSpec\).*--disable-hybrid"),
-        ((FULL, STATE), r"2 groups \(FullAttentionSpec, MambaSpec\)"),
-        ((WINDOW,), "kind SlidingWindowSpec"),
+        ((FULL, STATE), "kind MambaSpec; .*state-space .* one engine"),
         ((STATE,), "kind MambaSpec"),
-        ((), "0 groups"),
+        ((FULL, CHUNKS), "kind ChunkedLocalAttentionSpec.*--disable-hybrid"),
+        ((), "no KV cache"),
     ],
 )
 def test_other_caches_are_refused_by_name(specs, words):
-    """V14, V15, V26: sliding windows and state models are refused with the setting, not carried wrongly."""
+    """V14, V15, V26: states, and kinds that nobody knows, are refused with what to do, and not carried."""
     with pytest.raises(UsageError, match=words):
-        only_spec(caches(*specs))
+        read_facts(config(), caches(*specs))
+
+
+@pytest.mark.parametrize("sign", [{"enable_kv_transfer": False}, {"host_resident": True}])
+def test_groups_that_vllm_keeps_for_itself_are_refused(sign):
+    given = caches(FULL)
+    vars(given.kv_cache_groups[0]).update(sign)
+    with pytest.raises(UsageError, match="HiSparse"):
+        carried_groups(given)
 
 
 @pytest.mark.parametrize("field", ["decode_context_parallel_size", "prefill_context_parallel_size"])

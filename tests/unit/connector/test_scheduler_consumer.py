@@ -116,7 +116,7 @@ def test_blocks_beyond_the_prompt_are_nobodys_target(engine_of):
     request = engine.add("r", 32, SOURCE)
     consumer = engine.side.consumer
     assert consumer.wanted_tokens(request, 0) == 32
-    consumer.allocated(request, [10, 11, 12, 13], 32)
+    consumer.allocated(request, ([10, 11, 12, 13],), 32)
     receive = consumer.take_commands()[-1]
     assert ids(receive.groups) == [10, 11]
 
@@ -517,3 +517,19 @@ def test_a_leg_for_the_other_role_runs_locally(engine_of):
     assert engine.agent.take() == []
     assert engine.finish_reason("r") is FinishReason.LENGTH
     assert engine.is_clean
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_an_engine_that_names_a_producer_which_does_not_fit_is_not_ready(engine_of, policy):
+    """V13: healthy servers of which every request fails would be no help; the request ends in a few steps."""
+    engine = waiting_engine(engine_of, policy=policy)
+    engine.agent.say(failed(valid_until=0, reason="geometry: dtype differs"))
+    engine.steps(4)
+    reason = FinishReason.LENGTH if policy == "recompute" else FinishReason.ERROR
+    assert engine.finish_reason("r") is reason
+    assert engine.stats.data["gauges"]["kvferry_ready"] == 0
+    engine.add("next", 40, SOURCE | {"transfer_id": "transfer-two"})
+    engine.step()
+    engine.agent.say(received("next", "transfer-two"))
+    engine.steps(4)
+    assert engine.stats.data["gauges"]["kvferry_ready"] == 1

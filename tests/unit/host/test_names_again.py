@@ -45,7 +45,7 @@ def consumer() -> SchedulerConsumer:
 
 def announced(consumer: SchedulerConsumer, transfer: str = "transfer-one") -> bool:
     params = DecodeParams(source=SOURCE, transfer=TransferId(transfer))
-    return consumer.announce(request(), whole_prompt(request(), params))
+    return consumer.announce(request(), whole_prompt(request(), params, request().num_prompt_tokens))
 
 
 def test_a_destination_that_is_opened_in_the_step_that_ends_its_name_is_not_withdrawn() -> None:
@@ -77,7 +77,7 @@ def test_a_name_in_quarantine_is_computed_here(consumer: SchedulerConsumer) -> N
     """P64, P39: the earlier one's blocks may still be written, and its end is still to come."""
     assert announced(consumer)
     assert consumer.wanted_tokens(request(), 0) == 40
-    assert consumer.allocated(request(), [1, 2, 3], 40)
+    assert consumer.allocated(request(), ([1, 2, 3],), 40)
     consumer.quarantined(Quarantined(0, "r"))
     consumer.received(["r"])
     assert consumer.finish(request())
@@ -89,7 +89,7 @@ def test_a_name_in_quarantine_is_computed_here(consumer: SchedulerConsumer) -> N
 
 def test_a_name_whose_destination_is_open_is_computed_here(consumer: SchedulerConsumer) -> None:
     assert announced(consumer)
-    assert consumer.allocated(request(), [1, 2, 3], 40)
+    assert consumer.allocated(request(), ([1, 2, 3],), 40)
     assert consumer.finish(request())
     assert not announced(consumer)
     commands = consumer.take_commands()
@@ -103,7 +103,7 @@ def test_a_prefill_under_a_name_that_is_held_hands_nothing_over() -> None:
     producer = SchedulerProducer(FACTS, Pins())
     first = request(tokens=16)
     assert producer.expect(first, PrefillParams(transfer=TransferId("transfer-one")))
-    producer.plan([Scheduled("r", 16, [1], replaced=True)], (), StepOrders())
+    producer.plan([Scheduled("r", 16, ([1],), replaced=True)], (), StepOrders())
     assert producer.finish(first)[0], "it was published"
     assert not producer.expect(request(), PrefillParams(transfer=TransferId("transfer-two")))
     producer.released(["r"])

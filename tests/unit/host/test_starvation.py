@@ -55,7 +55,7 @@ def test_a_request_that_is_computed_here_wants_to_run_as_one_does_that_waits_for
     params = DecodeParams(source=source, transfer=TransferId("t"))
     consumer.announce(request("r"), whole_prompt(request("r"), params))
     assert consumer.wants_to_run
-    consumer.allocated(request("r"), [1], 16)
+    consumer.allocated(request("r"), ([1],), 16)
     assert not consumer.wants_to_run, "it waits for its producer"
     consumer.received(["r"])
     assert consumer.wants_to_run
@@ -69,7 +69,7 @@ def test_leases_are_taken_back_in_turn_and_the_longest_held_first() -> None:
     assert not producer.reclaim()
     for block, name in enumerate(("one", "two")):
         assert producer.expect(request(name), PrefillParams(transfer=TransferId(name)))
-        producer.plan([Scheduled(name, 16, [block], replaced=True)], (), StepOrders())
+        producer.plan([Scheduled(name, 16, ([block],), replaced=True)], (), StepOrders())
         producer.finish(request(name))
     assert [producer.reclaim() for _ in range(3)] == [True, True, True]
     orders = StepOrders()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.host.events import Ended, PreemptAnswer
+from kvferry.host.events import Ended, PreemptAnswer, Quarantined
 from kvferry.host.metrics import BYTES, BYTES_EARLY
 from kvferry.host.orders import Sender, StepOrders
 from kvferry.host.reports import NOTHING
 from kvferry.host.worker import UNSAID_SECONDS_MAX, FerryWorker
+from kvferry.layout.spans import from_spans
 from kvferry.protocol.commands import (
     Advance,
     AnnounceCommand,
@@ -23,6 +24,7 @@ from kvferry.protocol.commands import (
     Released,
     Source,
     Withdraw,
+    absent,
 )
 from tests.support.scripted_agent import ScriptedAgent
 
@@ -91,7 +93,7 @@ def test_a_step_without_publications_records_nothing(agent):
 
 
 def test_kernel_blocks_are_what_the_agent_sees(agent):
-    worker = worker_of(agent, ratio=2)
+    worker = worker_of(agent, ratios=(2,))
     prefill(worker, ADVANCE)
     assert agent.commands[1] == Advance("t", 64, 0, (((6, 8),),))
     worker.begin(StepOrders(commands=[RECEIVE]))
@@ -330,7 +332,7 @@ def test_a_request_whose_forward_pass_raised_is_reported_all_the_same(agent):
 
 
 def test_kernel_blocks_are_counted_from_the_same_token(agent):
-    worker = worker_of(agent, ratio=4)
+    worker = worker_of(agent, ratios=(4,))
     prefill(worker, ADVANCE, Advance("t", 96, 4, (((9, 2),),)))
     assert agent.commands[2] == Advance("t", 96, 16, (((36, 8),),))
 
@@ -397,3 +399,40 @@ def test_safety_of_what_has_not_failed_says_nothing(agent):
     assert worker.collect(()).finished.receiving == set()
     agent.say(Received("t", "r", 1))
     assert worker.collect(()).finished.receiving == {"r"}
+
+
+def test_each_cache_group_has_kernel_blocks_of_its_own_size(agent):
+    """V14: blocks that are not there stay so."""
+    worker = worker_of(agent, ratios=(2, 1))
+    spans = ((3, 4),), (*absent(2), (9, 2))
+    prefill(worker, Advance("t", 64, 0, spans, (0, 0)), Advance("t", 80, 4, (((7, 1),), ((11, 1),)), (4, 4)))
+    assert agent.commands[1] == Advance("t", 64, 0, (((6, 8),), ((-2, 2), (9, 2))), (0, 0))
+    assert agent.commands[2] == Advance("t", 80, 8, (((14, 2),), ((11, 1),)), (8, 4))
+    worker = worker_of(agent, ratios=(1, 4))
+    prefill(worker, Advance("t", 64, 0, spans, (0, 0)))
+    assert list(from_spans(agent.commands[-1].blocks[1])) == [*range(-8, 0), *range(36, 44)]
+
+
+@pytest.mark.parametrize("fenced", [True, False])
+def test_where_no_good_prefix_can_be_named_the_request_starts_over(agent, fenced):
+    """V01: several cache groups, or a window: nothing of it is used, however much has come."""
+    worker = worker_of(agent, keeps_good_prefixes=False)
+    worker.begin(StepOrders(commands=[RECEIVE]))
+    agent.say(ReceiveFailed("t", "r", "peer_lost", 48, fenced=fenced))
+    out = worker.collect(())
+    assert (out.finished.receiving, out.finished.failed) == ({"r"}, {"r"})
+    assert worker.take_bad_blocks() == set()
+    events = worker.take_events()
+    assert [type(event) for event in events] == [Ended] if fenced else [Ended, Quarantined]
+    assert events[0].lost_tokens == 68
+    assert len(worker._consumer) == (0 if fenced else 1)
+
+
+def test_nobody_starts_over_what_was_withdrawn(agent):
+    worker = worker_of(agent, keeps_good_prefixes=False)
+    worker.begin(StepOrders(commands=[RECEIVE]))
+    worker.begin(StepOrders())
+    worker.collect(("r",))
+    agent.say(ReceiveFailed("t", "r", "cancelled", 32, fenced=True, cancelled=True))
+    out = worker.collect(())
+    assert (out.finished.receiving, out.finished.failed) == ({"r"}, set())

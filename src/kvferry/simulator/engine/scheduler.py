@@ -58,7 +58,7 @@ class Host:
         """What a step computes of the producer's requests."""
         for work in step.work:
             if self.producer.is_ours(work.request.name):
-                yield Scheduled(work.request.name, work.stop, work.fresh, work.replaced)
+                yield Scheduled(work.request.name, work.stop, (work.fresh,), work.replaced)
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +91,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """A request arrives. One whose transfer id is in use runs for itself."""
         if isinstance(request.params, DecodeParams):
-            if not self.host.consumer.announce(request, whole_prompt(request, request.params)):
+            wanted = whole_prompt(request, request.params, request.num_prompt_tokens)
+            if not self.host.consumer.announce(request, wanted):
                 self.host.skip(request, "in_use")
         elif isinstance(request.params, PrefillParams):
             self.host.producer.expect(request, request.params)
@@ -237,7 +238,7 @@ class Scheduler:
         tokens = 0 if external else min(request.length - local, budget)
         if not self.tables.allocate(request, hits, local + external + tokens):
             return -1
-        if not self.host.consumer.allocated(request, request.blocks, external):
+        if not self.host.consumer.allocated(request, (request.blocks,), external):
             self.host.skip(request, "prefix_hit")
         (self._waiting if request in self._waiting else self._holding).remove(request)
         request.computed = local + external

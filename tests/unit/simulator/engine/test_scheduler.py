@@ -111,7 +111,7 @@ def test_a_request_that_finds_no_block_preempts_the_youngest() -> None:
     old, young = rig.decode("old", 8, 6), rig.decode("young", 7, 6)
     for request in (old, young):
         # Their KV comes from nobody: they are computed here.
-        rig.scheduler.host.consumer.allocated(request, [], 0)
+        rig.scheduler.host.consumer.allocated(request, (), 0)
     rig.step()
     assert {work.request.name for work in rig.step().work} == {"old"}
     assert young.status is Status.PREEMPTED
@@ -217,7 +217,7 @@ def test_with_steps_in_flight_a_consumer_gives_blocks_back_behind_them() -> None
     """A load could otherwise fill blocks that a step in flight still writes."""
     rig = Rig(budget=64, depth=2, defers=True)
     request = rig.decode("d", 8, 4)
-    rig.scheduler.host.consumer.allocated(request, [], 0)
+    rig.scheduler.host.consumer.allocated(request, (), 0)
     flying = rig.scheduler.plan()
     assert flying.work
     rig.scheduler.abort(request)
