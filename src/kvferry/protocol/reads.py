@@ -222,7 +222,7 @@ def _cut(
 
 
 def _post(
-    state: ConsumerState, row: Reception, part: Part, posted: Posted, turns: Turns, now: float
+    state: ConsumerState, row: Reception, part: Part, posted: Posted, turns: Turns[ReceptionKey], now: float
 ) -> PostSlice:
     reading, number = part.reading, state.read_count + 1
     assert reading is not None, "what is read was offered"
