@@ -13,9 +13,13 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 from vllm.v1.engine import FinishReason
 
+from kvferry.connector import compat
 from tests.support.ferry_pair import FAST, Pair
 from tests.support.vllm_engine import Shape, write_config
 
+windows = pytest.mark.skipif(
+    not compat.can_fail_receives(), reason="this vLLM cannot throw one request's prefix away"
+)
 TRANSFERS = "kvferry_transfers"
 
 
@@ -81,6 +85,8 @@ SHAPES = [
     ({"ranks": 1}, {"ranks": 2}),
     ({"stages": 2}, {"stages": 1}),
     ({"block_tokens": 16, "ranks": 2}, {"block_tokens": 48}),
+    pytest.param({"window": 40}, {"window": 40}, marks=windows),
+    pytest.param({"window": 40, "block_tokens": 32}, {"window": 40, "ranks": 2}, marks=windows),
 ]
 
 

@@ -65,6 +65,13 @@ class EngineFacts:
         """Every cache group."""
         return self.groups or (CacheGroup(self.block_tokens),)
 
+    def needed_blocks(self, start: int, stop: int) -> list[range]:
+        """Of each cache group the blocks of `[start, stop)` that are needed; of a window the last ones."""
+        return [
+            range(max(start // group.block_tokens, group.first_needed(stop)), group.blocks(stop))
+            for group in self.tables
+        ]
+
     @property
     def has_windows(self) -> bool:
         """Whether some layers keep their newest tokens only."""

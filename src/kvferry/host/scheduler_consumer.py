@@ -55,7 +55,6 @@ class SchedulerConsumer:
     ) -> None:
         """A history of fewer than `recompute_tokens` is computed."""
         self._facts = facts
-        self._tables = facts.tables
         self._pins = pins
         self._waiting_blocks_max = int(facts.block_count * waiting_blocks_share)
         self._quarantined_blocks_max = int(facts.block_count * quarantine_share)
@@ -96,19 +95,12 @@ class SchedulerConsumer:
         wanted = receiving.wanted
         if wanted.is_history and wanted.stop - local_tokens < max(self._recompute_tokens, 1):
             return 0
-        blocks = sum(len(needed) for needed in self._needed_blocks(local_tokens, wanted.stop))
+        blocks = sum(len(needed) for needed in self._facts.needed_blocks(local_tokens, wanted.stop))
         full = self._receiving_blocks and self._receiving_blocks + blocks > self._waiting_blocks_max
         if full or not self.ready:
             # A history is computed here rather than waited for.
             return 0 if wanted.is_history else None
         return wanted.stop - local_tokens
-
-    def _needed_blocks(self, start: int, stop: int) -> list[range]:
-        """Of each cache group the blocks of `[start, stop)` that are needed; of a window the last ones."""
-        return [
-            range(max(start // group.block_tokens, group.first_needed(stop)), group.blocks(stop))
-            for group in self._tables
-        ]
 
     def wanted_by(self, request: RequestId) -> Wanted | None:
         """What a request is to receive, or has received; None for one that is not ours."""
@@ -137,7 +129,7 @@ class SchedulerConsumer:
         # Blocks behind the prompt are for tokens to come; they are nobody's target.
         target = [
             given[needed.start : needed.stop]
-            for given, needed in zip(blocks, self._needed_blocks(start, stop), strict=True)
+            for given, needed in zip(blocks, self._facts.needed_blocks(start, stop), strict=True)
         ]
         receiving.state = _State.RECEIVING
         receiving.blocks = [block for group in target for block in group]

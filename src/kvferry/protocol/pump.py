@@ -102,11 +102,11 @@ def stand_behind(state: ProducerState, delivery: Delivery, now: float) -> None:
             doubtful.append((number, other))
     if not doubtful:
         return
-    blocks = [set(group) for group in delivery.target_blocks]
+    # Cache groups may lie over each other, block by block; of unlike numbers of blocks nobody knows here how.
+    alike = len(set(state.lanes[delivery.peer].facts.block_counts)) <= 1
+    blocks = {block for group in delivery.target_blocks for block in group}
     for number, other in doubtful:
-        groups = zip(blocks, other.target_blocks, strict=True)
-        # Cache groups may share their memory, block by block, in sizes that nobody here knows.
-        if len(blocks) > 1 or any(not ours.isdisjoint(theirs) for ours, theirs in groups):
+        if not alike or any(not blocks.isdisjoint(group) for group in other.target_blocks):
             delivery.behind.add(number)
             state.hindered.setdefault(number, []).append((delivery.transfer, delivery.key))
 

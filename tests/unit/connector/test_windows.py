@@ -109,6 +109,7 @@ def test_a_prefill_request_holds_its_window_and_no_more(engine_of, step_tokens):
     assert None not in window[first:]
     held = engine.blocks_free_at_start - engine.pool.get_num_free_blocks()
     assert held == 10 + 10 - first
+    engine.step()
     engine.agent.say(Released("transfer-one", "written"))
     engine.steps(2)
     assert engine.is_clean

@@ -27,7 +27,7 @@ def orders() -> StepOrders:
 def test_a_turn_is_published_when_its_step_begins(ratio: int, blocks: tuple[int, int]) -> None:
     """It has been computed: no forward pass follows that its end could wait for."""
     agent = ScriptedAgent()
-    worker = FerryWorker(agent, rank=0, block_tokens=16, ratio=ratio)
+    worker = FerryWorker(agent, rank=0, block_tokens=16, ratios=(ratio,))
     worker.begin(orders())
     assert agent.take() == [
         Expect(HELD, 33),

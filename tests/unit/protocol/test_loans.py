@@ -49,11 +49,13 @@ CANCEL = Cancel(transfer=T, consumer=C, reason="left")
 class Rank:
     """A producer core, its clock, and what has come out of it."""
 
-    def __init__(self, block_tokens: tuple[int, ...] = (4,), **limits: Any) -> None:
+    def __init__(
+        self, block_tokens: tuple[int, ...] = (4,), windows: tuple[int, ...] = (), **limits: Any
+    ) -> None:
         self.core = ProducerCore(Limits(**limits), block_tokens)
         self.now = 0.0
         for peer in (D0, D1):
-            self.core.handle_link(peer, PeerFacts(block_tokens, 8))
+            self.core.handle_link(peer, PeerFacts(block_tokens, 8, windows=windows))
 
     def command(self, *commands: Any) -> list[Output]:
         for command in commands:
@@ -442,8 +444,7 @@ def test_caches_of_several_groups_offer_blocks_of_each() -> None:
 
 def test_of_a_window_only_what_is_needed_is_offered() -> None:
     """V14: a window of 5 tokens: whoever computes token 21 next looks at the four before it."""
-    rank = Rank(block_tokens=(4, 4))
-    rank.core.handle_link(D0, PeerFacts((4, 4), 8, windows=(0, 5)))
+    rank = Rank(block_tokens=(4, 4), windows=(0, 5))
     rank.command(Expect(T, 22), Advance(T, 22, 0, (((10, 6),), (*absent(4), (70, 2)))), Finish(T))
     [sent] = rank.hear(fetch(stop=21))
     assert isinstance(sent, Send)
@@ -452,8 +453,7 @@ def test_of_a_window_only_what_is_needed_is_offered() -> None:
 
 
 def test_a_window_that_has_moved_on_is_not_offered() -> None:
-    rank = Rank(block_tokens=(4, 4))
-    rank.core.handle_link(D0, PeerFacts((4, 4), 8, windows=(0, 5)))
+    rank = Rank(block_tokens=(4, 4), windows=(0, 5))
     rank.command(Expect(T, 22), Advance(T, 22, 0, (((10, 6),), (*absent(4), (70, 2)))), Finish(T))
     text = "too_short: asked for a window of 5 tokens up to 12, the prompt has 22"
     assert rank.hear(fetch(stop=12)) == [failed(text)]
