@@ -167,7 +167,9 @@ def hand_over(
         for table, (ids, window) in enumerate(zip(target_blocks, windows, strict=True)):
             size = consumer.tables[table][0].window_tokens
             start = max(window.start, (tokens.stop + 1 - size) // cell * cell) if size else window.start
-            rank.write(table, range(start, whole(tokens.stop, cell)), ids, memory)
+            # A consumer may have listed a block more than is needed.
+            spare = start // consumer.sizes.block_tokens - window.start // consumer.sizes.block_tokens
+            rank.write(table, range(start, whole(tokens.stop, cell)), ids[spare:], memory)
     groups = spans(target_blocks)
     for rank in consumer.ranks:
         rank.do(Receive(transfer, ConsumerId(name), producer.source, tokens.start, tokens.stop, groups, mode))
