@@ -107,10 +107,13 @@ class Journal:
 
     def _run(self) -> None:
         show_name()
-        while not self._closing.is_set():
+        is_last = False
+        # What was there when it was closed is written, even if this thread had not begun by then.
+        while not is_last:
             self._something.wait()
             self._closing.wait(GATHER_SECONDS)
             self._something.clear()
+            is_last = self._closing.is_set()
             try:
                 self._write_rows()
                 self._write_report()
