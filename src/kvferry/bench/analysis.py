@@ -164,7 +164,7 @@ class Comparison:
         groups = [_array(named.values()) for named in self.named_samples(connector, cell, metric)]
         if not any(group.size for group in groups):
             return None
-        return interval(groups, quantile(share), seed=seed_of(connector, cell, metric, share))
+        return interval(groups, quantile(share), seed=seed_of(connector, cell.name, metric, share))
 
     def _ratio(self, ours: str, theirs: str, cell: Cell, metric: str, share: float) -> Interval | None:
         if metric == GAP:
@@ -182,7 +182,7 @@ class Comparison:
             return None
         our_groups, their_groups = [mine for mine, _ in pairs], [other for _, other in pairs]
         return ratio(
-            our_groups, their_groups, quantile(share), seed=seed_of(ours, theirs, cell, metric, share)
+            our_groups, their_groups, quantile(share), seed=seed_of(ours, theirs, cell.name, metric, share)
         )
 
 

@@ -78,7 +78,7 @@ def as_document(comparison: Comparison, rows: list[Row], targets: list[Target]) 
 def _row(comparison: Comparison, name: str, cell: Cell) -> Row:
     runs = comparison.runs_of(name, cell)
     row: Row = {
-        "rate": cell.rate,
+        "rate": float(cell.rate),
         "input_tokens": cell.input_tokens,
         "connector": name,
         "repeats": len(runs),

@@ -5,14 +5,16 @@ from __future__ import annotations
 import csv
 import io
 import json
+from pathlib import Path
 
 import pytest
 
 from kvferry.bench.analysis import Comparison
 from kvferry.bench.connectors import BASELINE
+from kvferry.bench.results import read_results
 from kvferry.bench.tables import Row, as_csv, as_document, cell_rows
 from kvferry.bench.targets import targets
-from tests.support.bench_results import World, imagined, options
+from tests.support.bench_results import World, imagined, made_up, options
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +73,10 @@ def test_figures_are_the_same_every_time() -> None:
     made = options(cells=((1, 1024),), repeats=1)
     first, again = (cell_rows(Comparison(imagined(made=made))) for _ in range(2))
     assert first == again
+
+
+def test_figures_of_a_run_are_those_of_its_files(tmp_path: Path) -> None:
+    """A rate of 1 is 1.0 once it has been in a file."""
+    made = options(cells=((1, 1024),), repeats=1)
+    ran, read = made_up(tmp_path, World(), made), read_results(tmp_path)
+    assert as_csv(cell_rows(Comparison(ran))) == as_csv(cell_rows(Comparison(read)))
