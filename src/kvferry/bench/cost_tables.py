@@ -8,7 +8,7 @@ from kvferry.bench.analysis import Comparison
 from kvferry.bench.connectors import BASELINE, CONNECTORS, PUSH
 from kvferry.bench.costs import SIDES
 from kvferry.bench.grid import Cell
-from kvferry.bench.markup import by_load, table
+from kvferry.bench.markup import by_load, folded, table
 from kvferry.bench.results import HookCost
 
 SHOWN_SECONDS_MIN = 5e-6
@@ -46,7 +46,7 @@ def transfers(comparison: Comparison) -> str:
     if not rows:
         return ""
     head = ["connector", "engine", "metric", "per request"]
-    return f"<details><summary>What the engines count at {cell.name}</summary>{table(head, rows)}</details>"
+    return folded(f"What the engines count at {cell.name}", table(head, rows, labels=3))
 
 
 def hooks(comparison: Comparison) -> str:
@@ -86,7 +86,7 @@ def costliest_hooks(comparison: Comparison) -> str:
         return ""
     head = ["connector", "engine", "hook", "ms per request", "computing"]
     head += ["calls", "us per call", "idle calls", "us per idle call"]
-    return f"<details><summary>The costliest hooks at {cell.name}</summary>{table(head, rows)}</details>"
+    return folded(f"The costliest hooks at {cell.name}", table(head, rows, labels=3))
 
 
 def processor(comparison: Comparison) -> str:

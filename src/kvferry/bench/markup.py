@@ -8,14 +8,21 @@ from html import escape
 from kvferry.bench.grid import Cell, tokens_text
 
 
-def table(head: Iterable[str], rows: Iterable[Sequence[str]], *, text: bool = False) -> str:
-    """Rows under a head; `text` sets all columns to the left."""
-    kind = ' class="text"' if text else ""
-    top = "".join(f"<th{kind}>{escape(one)}</th>" for one in head)
-    body = "".join(
-        "<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    return f'<div class="scroll"><table><tr>{top}</tr>{body}</table></div>'
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, labels: int = 2, prose: bool = False) -> str:
+    """Rows under a head. The first `labels` columns are words, set to the left; `prose` may break lines."""
+    kind = "text" if prose else "label"
+
+    def line(texts: Sequence[str], tag: str) -> str:
+        words = "".join(f'<{tag} class="{kind}">{escape(one)}</{tag}>' for one in texts[:labels])
+        return f"<tr>{words}{''.join(f'<{tag}>{escape(one)}</{tag}>' for one in texts[labels:])}</tr>"
+
+    body = "".join(line(row, "td") for row in rows)
+    return f'<div class="scroll"><table>{line(head, "th")}{body}</table></div>'
+
+
+def folded(title: str, content: str) -> str:
+    """Content that shows when its title is pressed."""
+    return f"<details><summary>{escape(title)}</summary>{content}</details>"
 
 
 def by_load(cells: Sequence[Cell], shown: Callable[[Cell], str]) -> str:

@@ -10,7 +10,7 @@ from kvferry.bench.analysis import HANDOVER, Comparison
 from kvferry.bench.connectors import BASELINE, CONNECTORS
 from kvferry.bench.cost_tables import costliest_hooks, hidden, hooks, jitter, processor, transfers
 from kvferry.bench.grid import Cell
-from kvferry.bench.markup import by_load, table
+from kvferry.bench.markup import by_load, folded, table
 from kvferry.bench.phases import PHASES
 from kvferry.bench.tables import Row
 from kvferry.bench.targets import Target
@@ -25,10 +25,11 @@ figure { margin: 1rem 0; } svg text { font-family: system-ui, sans-serif !import
 table { border-collapse: collapse; font-size: .86rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .28rem .6rem; text-align: right; border-bottom: 1px solid #e4e7eb; white-space: nowrap; }
 th { border-bottom-color: #9aa5b1; } th:first-child, td:first-child, td.text, th.text { text-align: left; }
-td.text { white-space: normal; } .scroll { overflow-x: auto; }
+.label { text-align: left; } td.text { white-space: normal; } .scroll { overflow-x: auto; }
 .met { color: #18633c; font-weight: 600; } .missed { color: #a61b1b; font-weight: 600; }
-.open { color: #52606d; } td.group { border-top: 1px solid #9aa5b1; }
-.beside { display: flex; flex-wrap: wrap; gap: .4rem 2rem; }
+.open { color: #52606d; } td.group { border-top: 2px solid #9aa5b1; }
+.beside { display: flex; flex-wrap: wrap; gap: .4rem 1.6rem; }
+.beside th, .beside td { padding: .28rem .42rem; }
 .beside h3 { font-size: .9rem; margin: .6rem 0 .1rem; }
 .better { background: #d8f0e0; } .worse { background: #fbdcdc; } summary { cursor: pointer; margin: .6rem 0; }
 """
@@ -61,7 +62,7 @@ def page(
             _picture(pictures, "tpot"),
         ),
         _section("Hand-over", _HANDOVER, _picture(pictures, "handover")),
-        _section("Where the time to first token goes", _phase_words(), _picture(pictures, "phases")),
+        _section("Where the time to first token goes", _PHASES, _picture(pictures, "phases"), _phase_words()),
         _section("Posted before prefill ended", _HIDDEN, hidden(comparison), transfers(comparison)),
         _section(
             "What it costs the engines",
@@ -98,6 +99,7 @@ _HANDOVER = (
     "From the end of prefill on the prefill engine's device to the end of the first decode step on the "
     "decode engine's. It includes the steps that vLLM's asynchronous scheduling had already planned."
 )
+_PHASES = "What has happened before its phase's turn costs nothing in it: it was hidden."
 _HIDDEN = (
     "Share of the KV's bytes that kvferry's push had posted when prefill ended. vLLM's connectors begin when "
     "the request has ended, and so does pull; theirs is none."
@@ -148,8 +150,8 @@ def _target_row(target: Target) -> str:
 
 
 def _phase_words() -> str:
-    told = "; ".join(f"{name}: {what}" for name, what in PHASES.items())
-    return f"What has happened before its phase's turn costs nothing in it. {told[0].upper()}{told[1:]}."
+    told = table(["phase", "its time"], PHASES.items(), prose=True)
+    return folded("What each phase is", told)
 
 
 def _glance(comparison: Comparison) -> str:
@@ -181,36 +183,46 @@ def _ratio(comparison: Comparison, name: str, cell: Cell, metric: str, share: fl
     one = told.ratio
     side = ' class="better"' if one.high < 1 else ' class="worse"' if one.low > 1 else ""
     hint = escape(f"{CONNECTORS[told.connector].label}, {one.low:.2f} to {one.high:.2f}")
-    return f'<td{side} title="{hint}">{one.figure:.2f}</td>'
+    # Near 1 two digits would hide on which side it is.
+    figure = f"{one.figure:.3f}" if abs(one.figure - 1) < 0.0095 else f"{one.figure:.2f}"
+    return f'<td{side} title="{hint}">{figure}</td>'
 
 
 def _all_figures(rows: Sequence[Row]) -> str:
     columns = {
-        "TTFT p50": "ttft_p50_ms",
-        "p95": "ttft_p95_ms",
-        "TPOT p50": "tpot_p50_ms",
-        "TPOT p95": "tpot_p95_ms",
-        "gap p95": "gap_p95_ms",
-        "hand-over p50": "handover_p50_ms",
-        "hand-over p95": "handover_p95_ms",
-        "busy P": "prefill_busy_cores",
-        "busy D": "decode_busy_cores",
+        "ttft_p50_ms": "TTFT p50",
+        "ttft_p95_ms": "p95",
+        "tpot_p50_ms": "TPOT p50",
+        "tpot_p95_ms": "p95",
+        "gap_p95_ms": "gap p95",
+        "handover_p50_ms": "hand-over p50",
+        "handover_p95_ms": "p95",
+        "prefill_busy_cores": "busy P",
+        "decode_busy_cores": "D",
     }
-    head = ["cell", "connector", "requests", "failed", *columns]
+    head = ["requests", "failed", *columns.values()]
     body, before = "", None
     for row in rows:
         cell = Cell(row["rate"], row["input_tokens"])
-        found = [row.get(column) for column in columns.values()]
-        shown = ["" if value is None else f"{value:,.2f}" for value in found]
-        label = CONNECTORS[row["connector"]].label
         # A cell's name stands before its first connector, under a line.
-        name, kind = ("", "") if cell == before else (cell.name, ' class="group"')
-        texts = [name, label, str(row["requests"]), str(row["failed"]), *shown]
-        body += f"<tr>{''.join(f'<td{kind}>{escape(text)}</td>' for text in texts)}</tr>"
+        name, kind = ("", "") if cell == before else (cell.name, " group")
+        labels = (name, CONNECTORS[row["connector"]].label)
+        shown = [str(row["requests"]), str(row["failed"]), *(_figure(row.get(column)) for column in columns)]
+        texts = "".join(f'<td class="label{kind}">{escape(one)}</td>' for one in labels)
+        figures = "".join(f'<td class="{kind.strip()}">{one}</td>' for one in shown)
+        body += f"<tr>{texts}{figures}</tr>"
         before = cell
-    top = "".join(f"<th>{escape(one)}</th>" for one in head)
-    table = f'<div class="scroll"><table><tr>{top}</tr>{body}</table></div>'
-    return table + "<p class='faint'>busy: cores kept busy by the engine during the cell.</p>"
+    top = "".join(f'<th class="label">{one}</th>' for one in ("cell", "connector"))
+    top += "".join(f"<th>{escape(one)}</th>" for one in head)
+    words = "busy: cores kept busy by the engine during the cell."
+    return f'<div class="scroll"><table><tr>{top}</tr>{body}</table></div><p class="faint">{words}</p>'
+
+
+def _figure(value: float | None) -> str:
+    """As many digits as tell something, so that the table is not too wide to be read."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
 
 
 def _options(comparison: Comparison) -> str:
@@ -226,4 +238,4 @@ def _options(comparison: Comparison) -> str:
         **options.engines,
     }
     rows = [[str(name), str(value)] for name, value in told.items()]
-    return table(["option", "value"], rows, text=True)
+    return table(["option", "value"], rows, prose=True)
