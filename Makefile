@@ -6,8 +6,9 @@ READY := $(VENV)/.ready
 COMPAT_VERSION := 0.29.0
 COMPAT_VENV := .venv-$(COMPAT_VERSION)
 COMPAT_READY := $(COMPAT_VENV)/.ready
-# Tests that show one request end to end on real engines; they are what `make compat` runs per vLLM version.
-END_TO_END := tests/integration/test_end_to_end.py
+# Tests that show one request end to end on real and on emulated engines; they are what `make compat` runs per
+# vLLM version.
+END_TO_END := tests/integration/test_end_to_end.py tests/integration/test_emulator.py
 WORKERS ?= 2
 # Compiled test modules are kept, wherever this runs: rewriting their assertions again costs more than half of a start.
 unexport PYTHONDONTWRITEBYTECODE
