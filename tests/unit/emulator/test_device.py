@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -123,3 +124,14 @@ def test_closing_drops_what_has_not_begun_and_tells_whoever_waits(clock: FakeClo
     closing.join()
     assert not log
     device.close()
+
+
+def test_its_thread_can_be_told_from_the_engines_others(device: Device) -> None:
+    names: list[str] = []
+
+    def work() -> None:
+        task = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
+        names.append(task.read_text(encoding="ascii").strip())
+
+    device.submit(0.0, at_start=work).wait()
+    assert names == ["kvferry-device"]
