@@ -159,7 +159,7 @@ def test_what_histories_without_faults_cannot_visit_is_not_listed(
 def test_without_more_words_gaps_are_named_and_tables_left_out(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(table, "NAMED_MAX", 60)
+    monkeypatch.setattr(table, "NAMED_MAX", 90)
     _, lines = run("--seeds", "6", "--jobs", "1", "--brief")
     assert len(lines) <= 6
     assert not any(line.startswith(("|", "#")) for line in lines)
@@ -728,7 +728,10 @@ def test_who_stands_in_another_checkout_is_warned(
         (("--stop-after", "0"), "--stop-after must be at least 1, not 0"),
         (("--from", "-1"), "--from must not be negative, -1 is"),
         (("--replay", "-1"), "--replay must not be negative, -1 is"),
-        (("--world", "flat"), "world 'flat' is unknown; use one of small, both, wide, tall, long, calm"),
+        (
+            ("--world", "flat"),
+            "world 'flat' is unknown; use one of small, both, wide, tall, mixed, long, calm",
+        ),
         (("--faults", "crash,rain"), "faults rain are unknown; use some of abort, "),
         (("--drop", "3"), "--drop goes with --replay SEED"),
         (("--timeline", "x.svg"), "--timeline goes with --replay SEED"),

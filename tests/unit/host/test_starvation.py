@@ -53,7 +53,7 @@ def test_a_request_that_is_computed_here_wants_to_run_as_one_does_that_waits_for
     source = SourceParams(engine=EngineId("p"), host="10.0.0.1", port=5600)
     assert not consumer.wants_to_run
     params = DecodeParams(source=source, transfer=TransferId("t"))
-    consumer.announce(request("r"), whole_prompt(request("r"), params))
+    consumer.announce(request("r"), whole_prompt(request("r"), params, request("r").num_prompt_tokens))
     assert consumer.wants_to_run
     consumer.allocated(request("r"), ([1],), 16)
     assert not consumer.wants_to_run, "it waits for its producer"

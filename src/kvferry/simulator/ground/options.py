@@ -13,8 +13,8 @@ WORLDS: dict[str, str] = {
     "both": "two or three engines that all prefill and decode; one or two ranks each",
     "wide": f"up to eight prefill engines and up to eight decode engines, {_BOTH_ROLES}; {_RANKS}",
     "tall": f"one or two prefill engines and one or two decode engines, {_BOTH_ROLES}; four ranks each",
-    "mixed": f"one or two prefill engines and one or two decode engines, {_BOTH_ROLES}; "
-    "one to eight ranks each, of unequal tensor and pipeline parallel sizes, block sizes and stride orders",
+    "mixed": f"one or two engines of each kind, {_BOTH_ROLES}; "
+    "one to eight ranks each, unequal in parallel sizes, block sizes and stride orders",
     "long": f"up to three prefill engines and up to three decode engines, {_BOTH_ROLES}; {_RANKS}; "
     "many more requests, for longer",
     "calm": f"one or two engines of each kind, {_BOTH_ROLES}; {_RANKS}; "
