@@ -45,7 +45,7 @@ pytestmark = pytest.mark.timeout(120)
 """So long only where something hangs; a loaded machine is slow."""
 
 SMALL_SEEDS = 100
-OTHER_SEEDS = {"both": 10, "calm": 10, "long": 2, "mixed": 20, "tall": 5, "wide": 3}
+OTHER_SEEDS = {"both": 10, "calm": 10, "long": 2, "mixed": 20, "tall": 5, "turns": 10, "wide": 3}
 FIRST = int(os.environ.get("KVFERRY_SIMULATION_FROM", "0"))
 """The same seeds in every run, so that a red build is red for its author too."""
 NEW_SEEDS = 2000

@@ -730,7 +730,7 @@ def test_who_stands_in_another_checkout_is_warned(
         (("--replay", "-1"), "--replay must not be negative, -1 is"),
         (
             ("--world", "flat"),
-            "world 'flat' is unknown; use one of small, both, wide, tall, mixed, long, calm",
+            "world 'flat' is unknown; use one of small, both, wide, tall, mixed, turns, long, calm",
         ),
         (("--faults", "crash,rain"), "faults rain are unknown; use some of abort, "),
         (("--drop", "3"), "--drop goes with --replay SEED"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from random import Random
 from typing import Protocol
@@ -26,6 +25,7 @@ from kvferry.simulator.engine.requests import Request
 from kvferry.simulator.engine.scheduler import Host, Scheduler
 from kvferry.simulator.engine.steps import Step
 from kvferry.simulator.engine.tables import Tables
+from kvferry.simulator.engine.turns import Turns
 from kvferry.simulator.engine.worker import Worker
 from kvferry.simulator.ground.clock import ProcessClock
 from kvferry.simulator.ground.events import (
@@ -150,14 +150,17 @@ class Engine:
             waiting_blocks_share=facts.waiting_blocks_share,
             quarantine_share=facts.quarantine_share,
         )
+        clock = ProcessClock(self.ground.clock, *self.ground.clock_error())
+        self._turns = Turns(self.ground, facts, known, self.pins, clock, self.incarnation)
         host = Host(
             SchedulerProducer(known, self.pins),
             consumer,
             outcomes,
             Starvation(facts.limits.starved_seconds),
-            ProcessClock(self.ground.clock, *self.ground.clock_error()),
+            clock,
             skip=partial(counter.skip, outcomes),
             count=partial(counter.end, outcomes),
+            turns=self._turns,
         )
         defers = facts.consumes and facts.pace.depth > 1
         return Scheduler(facts.pace, Tables(self.pool, cache.block_tokens, defers), host, self._ending)
@@ -290,8 +293,11 @@ class Engine:
     def _returned(self, blocks: tuple[int, ...]) -> None:
         self.ground.emit(BlocksReturned(self.ground.now, self.facts.engine, blocks))
 
-    def _count(self, name: str, outcome: str, reason: str) -> None:
+    def _count(self, name: str, outcome: str, reason: str, *, sent: bool) -> None:
         request = self._requests[name]
+        if request.history is not None and not sent:
+            self._turns.received(request, outcome)
+            return
         consumer = ConsumerId(name) if request.is_decode else None
         self.ground.emit(
             RequestEnded(self.ground.now, self.facts.engine, name, request.transfer, consumer, outcome)
@@ -313,27 +319,35 @@ def is_broken(engine: Engine) -> bool:
     return any(process.broken for process in engine.ranks)
 
 
+class Told(Protocol):
+    """Hears how the transfer of a request has ended, and whether that request `sent` it."""
+
+    def __call__(self, name: str, outcome: str, reason: str, *, sent: bool) -> None:
+        """It has."""
+        ...
+
+
 class Counter:
     """The host's counters; `told` hears which request moved the counter of transfers, and how."""
 
-    def __init__(self, told: Callable[[str, str, str], None]) -> None:
+    def __init__(self, told: Told) -> None:
         self._told = told
-        self._request = ""
+        self._request, self._sent = "", False
 
     def skip(self, outcomes: Outcomes, request: Request, reason: str) -> None:
         """A transfer ended before any rank heard of it."""
-        self._request = request.name
+        self._request, self._sent = request.name, False
         outcomes.skipped(reason, request.params.mode or "push")
 
     def end(self, outcomes: Outcomes, event: Ended) -> None:
         """A rank has reported the end of its part."""
-        self._request = event.request
+        self._request, self._sent = event.request, event.sending
         outcomes.add(event)
 
     def count(self, name: str, amount: int = 1, labels: tuple[str, ...] = ()) -> None:
         """Add to a counter."""
         if name == TRANSFERS:
-            self._told(self._request, *labels[1:])
+            self._told(self._request, *labels[1:], sent=self._sent)
 
     def observe(self, name: str, value: float) -> None:
         """Times are nobody's business here."""

@@ -39,3 +39,6 @@ class EngineFacts:
     agent_lag_seconds: float
     start_seconds: float
     """From its start until its directory answers, but for the first life."""
+    hold_seconds: float = 0.0
+    """How long it keeps a turn for the next one; 0 for an engine that keeps none."""
+    held_blocks_share: float = 0.25

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.handoff import DecodeParams, PrefillParams
+from kvferry.handoff import DecodeParams, HeldParams, PrefillParams
 from kvferry.ids import TransferId
 from kvferry.simulator.ground.content import Prompt
 
@@ -60,6 +60,8 @@ class Request:
     in_flight: int = 0
     stale: int = 0
     last_step: int = -1
+    kept: HeldParams | None = None
+    """What its engine keeps of it after its end."""
     decoding: bool = False
     """A step has used its KV, and no preemption has taken that away since."""
 
@@ -72,6 +74,11 @@ class Request:
     def is_decode(self) -> bool:
         """Whether it is a decode leg."""
         return isinstance(self.params, DecodeParams)
+
+    @property
+    def history(self) -> HeldParams | None:
+        """What another engine keeps of its beginning."""
+        return self.params.history if isinstance(self.params, PrefillParams) else None
 
     # --- as the host names it --------------------------------------------------------------------------
 
@@ -94,3 +101,24 @@ class Request:
     def sampling_params(self) -> Any:
         """Nothing out of the ordinary."""
         return None
+
+    @property
+    def num_tokens(self) -> int:
+        """`length`."""
+        return self.length
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """`computed`."""
+        return self.computed
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        """Tokens by their content; those behind the prompt are what the prompt leads to."""
+        shared = min(self.prompt.shared_tokens, self.length)
+        return [-self.prompt.family - 1] * shared + [self.prompt.number] * (self.length - shared)
+
+    mm_features: tuple[()] = ()
+    prompt_embeds: None = None
+    lora_request: None = None
+    cache_salt: None = None

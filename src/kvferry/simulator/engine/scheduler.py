@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvferry.handoff import DecodeParams, PrefillParams
+from kvferry.handoff import DecodeParams
 from kvferry.host.events import Ended, Event, PreemptAnswer, Quarantined, Safe
 from kvferry.host.orders import Scheduled
 from kvferry.host.outcomes import Outcomes
@@ -24,6 +24,7 @@ from kvferry.simulator.engine.facts import Pace
 from kvferry.simulator.engine.requests import Request, Status
 from kvferry.simulator.engine.steps import Joint, Step, Work
 from kvferry.simulator.engine.tables import Tables
+from kvferry.simulator.engine.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +41,13 @@ class Host:
     clock: Callable[[], float]
     skip: Callable[[Request, str], None]
     count: Callable[[Ended], None]
+    turns: Turns
 
     def hear(self, event: Event) -> None:
         """A rank has reported something."""
-        if isinstance(event, Ended):
+        if isinstance(event, Ended) and event.held:
+            self.turns.rank_ended(event)
+        elif isinstance(event, Ended):
             self.count(event)
             if event.sending:
                 self.producer.rank_ended(event.rank, event.request)
@@ -94,8 +98,12 @@ class Scheduler:
             wanted = whole_prompt(request, request.params, request.num_prompt_tokens)
             if not self.host.consumer.announce(request, wanted):
                 self.host.skip(request, "in_use")
-        elif isinstance(request.params, PrefillParams):
-            self.host.producer.expect(request, request.params)
+            else:
+                self.host.turns.arrived(request, request.params)
+        elif self.host.producer.expect(request, request.params):
+            wanted = self.host.turns.wanted(request)
+            if wanted is not None:
+                self.host.consumer.announce(request, wanted)
         self.requests[request.name] = request
         self._waiting.append(request)
 
@@ -115,7 +123,9 @@ class Scheduler:
     def awake(self) -> bool:
         """Whether the engine goes on stepping."""
         host = self.host
-        return bool(self.requests or self._finished or host.producer.needs_steps or host.consumer.needs_steps)
+        # A real engine is not stepped for what it keeps; this one is, so that the end of it is seen.
+        busy = host.producer.needs_steps or host.consumer.needs_steps or len(host.turns.holding)
+        return bool(self.requests or self._finished or busy)
 
     def remains(self) -> list[str]:
         """What has not come to its end."""
@@ -126,6 +136,7 @@ class Scheduler:
             (len(host.consumer), "decode transfers"),
             (int(host.producer.needs_steps), "producer's wish to go on"),
             (int(host.consumer.needs_steps), "consumer's wish to go on"),
+            (len(host.turns.holding), "kept turns"),
             (host.outcomes.open_count, "outcomes that lack a rank"),
         )
         return [
@@ -151,6 +162,7 @@ class Scheduler:
         step.orders.commands = self.host.consumer.take_commands()
         preempted = [request.name for request in self._preempted]
         self.host.producer.plan(self.host.scheduled(step), preempted, step.orders)
+        self.host.turns.holding.plan(step.orders)
         step.finished, self._finished = self._finished, []
         tokens = self.pace.token_budget - budget
         step.seconds = self.pace.step_seconds + tokens * self.pace.token_seconds if step.work else 1e-3
@@ -186,7 +198,7 @@ class Scheduler:
 
     def _make_room(self, request: Request) -> bool:
         """Preempt the youngest; False when that cannot help `request`."""
-        if self.host.producer.has_pending_frees():
+        if self.host.producer.has_pending_frees() or self.host.turns.holding.is_giving_back():
             return False
         victim = self._running[-1]
         if not self.tables.can_free(victim):
@@ -231,6 +243,7 @@ class Scheduler:
         if not request.computed:
             hits = self.tables.hits(request)
             local = len(hits) * self.tables.block_tokens
+            self.host.turns.holding.make_way(self.tables.blocks(request.length) - len(hits))
             wanted = self.host.consumer.wanted_tokens(request, local)
             if wanted is None:
                 return None
@@ -347,6 +360,7 @@ class Scheduler:
         self._received.discard(request.name)
         self._failed.discard(request.name)
         request.status = status
+        self.host.turns.ended(request)
         self.ending(request)
         if not self.host.consumer.finish(request):
             self.host.skip(request, "not_admitted")

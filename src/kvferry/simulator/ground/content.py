@@ -6,7 +6,7 @@ tokens. Ranks differ by the heads that they hold.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,10 @@ class Contents:
         prompt = Prompt(len(self.prompts), tokens, family, min(shared_tokens, tokens))
         self.prompts.append(prompt)
         return prompt
+
+    def longer(self, prompt: Prompt, tokens: int) -> Prompt:
+        """A prompt that goes on where another one and its answer have ended."""
+        return replace(prompt, tokens=tokens)
 
     def of(self, number: int, head: int) -> Values:
         """The KV of a prompt in a rank that holds just this head of the model."""

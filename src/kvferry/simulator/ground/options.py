@@ -15,6 +15,8 @@ WORLDS: dict[str, str] = {
     "tall": f"one or two prefill engines and one or two decode engines, {_BOTH_ROLES}; four ranks each",
     "mixed": f"one or two engines of each kind, {_BOTH_ROLES}; "
     "one to eight ranks each, unequal in parallel sizes, block sizes and stride orders",
+    "turns": "two or three engines that all prefill and decode, and keep what they have decoded; "
+    "one or two ranks each; prompts that go on, with KV that flows back",
     "long": f"up to three prefill engines and up to three decode engines, {_BOTH_ROLES}; {_RANKS}; "
     "many more requests, for longer",
     "calm": f"one or two engines of each kind, {_BOTH_ROLES}; {_RANKS}; "

@@ -157,7 +157,9 @@ class History:
             + limits.starved_seconds
             + bound
         )
-        producer = max(limits.lease_seconds, limits.unknown_seconds) + limits.slice_seconds + bound
+        held = max(facts.hold_seconds for facts in world.shape.engines)
+        lease = max(limits.lease_seconds, limits.unknown_seconds, held)
+        producer = lease + limits.slice_seconds + bound
         return consumer + producer
 
     def _look_for_end(self) -> None:

@@ -47,7 +47,10 @@ class Inspection:
     def prompt_of(self, transfer: TransferId, consumer: ConsumerId) -> int | None:
         """The content that a decode request expects; None for a request that the world does not know."""
         request = self.request(consumer)
-        return None if request is None or request.transfer != transfer else request.prompt.number
+        if request is None:
+            return None
+        of_history = request.history is not None and request.history.transfer == transfer
+        return request.prompt.number if of_history or request.transfer == transfer else None
 
     def remains(self) -> list[str]:
         """One text for each thing that living engines and the network still hold."""

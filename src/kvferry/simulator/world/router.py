@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 
-from kvferry.handoff import DecodeParams, PrefillParams, SourceParams
+from kvferry.handoff import DecodeParams, HeldParams, PrefillParams, SourceParams
 from kvferry.ids import ConsumerId, EngineId, Incarnation, TransferId
 from kvferry.simulator.engine.engine import Engine
 from kvferry.simulator.engine.requests import Request
 from kvferry.simulator.ground.events import FaultInjected, LegSent
 from kvferry.simulator.ground.ground import Ground
+from kvferry.simulator.world.conversations import Conversations
 from kvferry.simulator.world.fleet import Fleet
 from kvferry.simulator.world.workload import Item
 
@@ -50,6 +51,8 @@ class Dispatch:
     cancelled: bool = False
     prefills: list[Leg] = field(default_factory=list)
     decodes: list[Leg] = field(default_factory=list)
+    history: HeldParams | None = None
+    """What the consumer of the turn before keeps."""
     legs_due: int = 0
     """Legs that are still to be sent."""
     replays: int = 0
@@ -82,12 +85,14 @@ class Router:
     """Who waits for one of which a consumer reads itself."""
     served: int = 0
     """Decode requests that ran to their end."""
+    conversations: Conversations | None = None
+    """Who goes on where an answer has ended."""
 
-    def dispatch(self, item: Item, attempt: int = 0) -> Dispatch:
+    def dispatch(self, item: Item, attempt: int = 0, history: HeldParams | None = None) -> Dispatch:
         """Send both legs under a new id."""
         random = Random(self.ground.seed * 8191 + item.number * 16 + attempt)
         transfer = TransferId(f"t{item.number:03d}-{attempt}-{random.getrandbits(32):08x}")
-        dispatch = Dispatch(item, attempt, transfer, self._source(item, random))
+        dispatch = Dispatch(item, attempt, transfer, self._source(item, random), history=history)
         self.dispatches[transfer] = dispatch
         self._plan(_Sending(dispatch, None, item.producer), item.prefill_delay_seconds)
         for index, delay in enumerate(item.decode_delay_seconds):
@@ -156,6 +161,8 @@ class Router:
         leg.normal = request.status.ended_normally
         if leg.normal and request.is_decode:
             self.served += 1
+            if self.conversations is not None and not leg.index:
+                self.conversations.answered(dispatch.item, request)
         if request.is_decode:
             self._consider_replay(dispatch)
 
@@ -262,6 +269,9 @@ class Router:
         self.ground.emit(
             LegSent(self.ground.now, engine.facts.engine, request.name, dispatch.transfer, consumer)
         )
+        if request.history is not None:
+            whom, of = ConsumerId(request.name), request.history.transfer
+            self.ground.emit(LegSent(self.ground.now, engine.facts.engine, request.name, of, whom))
         engine.submit(request)
 
     def _request(self, dispatch: Dispatch, index: int | None, name: str | None) -> Request:
@@ -269,7 +279,9 @@ class Router:
         kind = "p" if index is None else f"d{index}"
         name = name or f"{kind}-{transfer}-{self._sent}"
         if index is None:
-            params = PrefillParams(transfer=transfer, consumers=item.consumers)
+            params = PrefillParams(
+                transfer=transfer, mode=item.mode(0), consumers=item.consumers, history=dispatch.history
+            )
             return Request(name, item.prompt, 1, transfer, params, item.stops)
         # What a router knows when it sends the legs one after the other.
         prefilled = any(leg.normal for leg in dispatch.prefills)

@@ -62,6 +62,8 @@ class Ranges:
     """How likely it is that engines have both roles."""
     any_shape: bool = False
     """Whether each engine has sizes of its own, of one model."""
+    turns: bool = False
+    """Whether prompts go on, and engines keep what they have decoded."""
 
 
 RANGES = {
@@ -70,6 +72,7 @@ RANGES = {
     "wide": Ranges((1, 8), (1, 8), (1, 2), (32, 64), (12, 40), (1, 60), (5.0, 20.0)),
     "tall": Ranges((1, 2), (1, 2), (4,), (24, 48), (4, 10), (1, 40), (2.0, 12.0)),
     "mixed": Ranges((1, 2), (1, 2), (1, 2, 4), (24, 48), (4, 10), (1, 40), (2.0, 12.0), any_shape=True),
+    "turns": Ranges((2, 3), (0, 0), (1, 2), (32, 64), (4, 10), (1, 40), (2.0, 12.0), 1.0, turns=True),
     "long": Ranges((1, 3), (1, 3), (1, 2), (32, 64), (30, 60), (1, 60), (30.0, 90.0)),
     "calm": Ranges((1, 2), (1, 2), (1, 1, 2), (24, 48), (4, 10), (1, 40), (2.0, 8.0)),
 }
@@ -94,6 +97,8 @@ class Shape:
     clocks_differ: bool
     pull_share: float
     """How likely it is that a consumer reads itself."""
+    turn_tokens_max: int = 0
+    """Of a prompt that goes on; 0 where none does."""
 
 
 def draw(options: Options, random: Random, own: Random) -> Shape:
@@ -132,7 +137,10 @@ def draw(options: Options, random: Random, own: Random) -> Shape:
         engines = tuple(_with(facts, links_max=links_max, hellos_max=hellos_max) for facts in engines)
     if ranges.any_shape:
         engines = _of_any_shape(engines, ranges, random)
+    if ranges.turns and faults:
+        engines = tuple(_keeping(facts, own) for facts in engines)
     smallest = min(facts.cache.block_count * facts.cache.block_tokens for facts in engines)
+    turn_tokens_max = smallest - 40 if ranges.turns and faults else 0
     seconds = random.uniform(*ranges.seconds)
     longer = random.random() < 0.1
     fabric = FabricLimits(
@@ -145,11 +153,12 @@ def draw(options: Options, random: Random, own: Random) -> Shape:
         link=link,
         transfers=random.randint(*ranges.transfers),
         tokens=(ranges.tokens[0], min(ranges.tokens[1], smallest - 40)),
-        tokens_max=-(-(ranges.tokens[1] + 8 + DECODE_TOKENS_MAX) // LARGEST) * LARGEST,
+        tokens_max=-(-(max(ranges.tokens[1], turn_tokens_max) + 8 + DECODE_TOKENS_MAX) // LARGEST) * LARGEST,
         safety_seconds=60.0 if longer and options.world != "calm" else seconds,
         faults=faults,
         clocks_differ="clock" in options.faults,
         pull_share=own.choice(PULL_SHARES),
+        turn_tokens_max=turn_tokens_max,
     )
 
 
@@ -180,6 +189,12 @@ def _engine(
         agent_lag_seconds=random.choice((0.0, 0.0, 0.002, 0.02)),
         start_seconds=random.choice((0.0, 0.5, 3.0)),
     )
+
+
+def _keeping(facts: EngineFacts, own: Random) -> EngineFacts:
+    """An engine that keeps what it has decoded."""
+    seconds, share = own.choice((0.5, 3.0, 15.0)), own.choice((0.1, 0.25, 0.6))
+    return replace(facts, hold_seconds=seconds, held_blocks_share=share)
 
 
 def _ranks_max(ranges: Ranges) -> int:

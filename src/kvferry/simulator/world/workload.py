@@ -6,13 +6,16 @@ Every item has a number, and a random source of its own, so that leaving one out
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from kvferry.handoff import TransferMode
 from kvferry.ids import EngineId
 from kvferry.simulator.ground.content import Contents, Prompt
 from kvferry.simulator.world.shape import DECODE_TOKENS_MAX, Shape
+
+NEXT_TURN = 1000
+"""A next turn's number is higher by this: it has none of its own by which it could be left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,8 @@ class Item:
     """How soon its legs are sent again under the same id, once a decode leg has ended or lost its blocks."""
     goes_on: bool = False
     """Whether its decode legs are left alone when its prefill engine has died."""
+    goes_on_after_seconds: tuple[float, ...] = ()
+    """How soon the next turn comes after each answer, as often as the conversation goes on."""
     modes: tuple[TransferMode, ...] = ()
     """One per consumer: whether it is written or reads itself; push where none is named."""
 
@@ -53,6 +58,19 @@ class Item:
     def is_pushed(self) -> bool:
         """Whether no consumer reads itself."""
         return "pull" not in self.modes
+
+    def next_turn(self, prompt: Prompt, at_seconds: float) -> Item:
+        """The conversation goes on: one more request of the same client, to the same engines."""
+        return replace(
+            self,
+            number=self.number + NEXT_TURN,
+            at_seconds=at_seconds,
+            prompt=prompt,
+            decode_prompt=prompt,
+            consumers=1,
+            decode_delay_seconds=self.decode_delay_seconds[:1],
+            goes_on_after_seconds=self.goes_on_after_seconds[1:],
+        )
 
     def __str__(self) -> str:
         return (
@@ -121,7 +139,14 @@ def _item(shape: Shape, contents: Contents, number: int, random: Random, is_calm
         replay_after_seconds=_replay_after(random) if "replay" in faults else None,
         goes_on=random.random() < 0.5,
         modes=tuple("pull" if random.random() < shape.pull_share else "push" for _ in range(count)),
+        goes_on_after_seconds=_next_turns(random) if shape.turn_tokens_max else (),
     )
+
+
+def _next_turns(random: Random) -> tuple[float, ...]:
+    """Most come soon, and some when nothing is kept any more."""
+    count = random.choice((0, 1, 2, 3))
+    return tuple(random.choice((0.0, 0.05, 1.0, 5.0)) * random.random() for _ in range(count))
 
 
 def _replay_after(random: Random) -> float | None:

@@ -17,6 +17,7 @@ from kvferry.simulator.ground.ground import Ground, stream
 from kvferry.simulator.ground.options import Options
 from kvferry.simulator.ground.schedule import Entry
 from kvferry.simulator.world import shape
+from kvferry.simulator.world.conversations import Conversations
 from kvferry.simulator.world.fleet import Fleet
 from kvferry.simulator.world.network import Network
 from kvferry.simulator.world.resolver import Directories
@@ -45,6 +46,12 @@ class World:
         )
         self.resolver = Directories(self.ground, self.fleet, self.network, stream(seed, _RESOLVER))
         self.router = Router(self.ground, self.fleet)
+        self.router.conversations = Conversations(
+            self.ground,
+            self.fleet,
+            self.shape.turn_tokens_max,
+            lambda turn, kept: self.router.dispatch(turn, history=kept),
+        )
         self.outcomes: dict[str, int] = {}
         """How many transfers have ended how, as engines have counted them."""
         self.outcome_of: dict[str, str] = {}

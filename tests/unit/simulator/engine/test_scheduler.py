@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 from kvferry.handoff import DecodeParams, PrefillParams, SourceParams
 from kvferry.host.events import Ended
 from kvferry.host.facts import EngineFacts
+from kvferry.host.holding import Holding, HoldLimits
 from kvferry.host.outcomes import Outcomes
 from kvferry.host.pins import Pins
 from kvferry.host.scheduler_consumer import SchedulerConsumer
@@ -23,6 +27,17 @@ from kvferry.simulator.ground.content import Contents
 SOURCE = SourceParams(engine=EngineId("P"), host="127.0.0.1", port=1)
 
 
+def _no_turns(facts: EngineFacts, pins: Pins) -> Any:
+    """An engine that keeps nothing after a turn, and is given nothing that others keep."""
+    limits = HoldLimits(1.0, 0, 1)
+    return SimpleNamespace(
+        holding=Holding(facts, pins, Counter(lambda *_, **__: None), limits, lambda: 0.0, lambda: "h"),
+        arrived=lambda *_: None,
+        wanted=lambda _: None,
+        ended=lambda _: None,
+    )
+
+
 class Rig:
     """A scheduler with blocks of 4 tokens and one rank."""
 
@@ -32,7 +47,7 @@ class Rig:
         pins = Pins()
         pins.bind(self.pool)
         self.counted: list[tuple[str, str]] = []
-        counter = Counter(lambda name, outcome, reason: self.counted.append((name, outcome)))
+        counter = Counter(lambda name, outcome, reason, *, sent: self.counted.append((name, outcome)))
         outcomes = Outcomes(facts, counter)
         consumer = SchedulerConsumer(facts, pins, waiting_blocks_share=0.5, quarantine_share=0.25)
         self.ended: list[tuple[str, bool]] = []
@@ -48,6 +63,7 @@ class Rig:
                 lambda: 0.0,
                 skip=lambda request, reason: counter.skip(outcomes, request, reason),
                 count=lambda event: counter.end(outcomes, event),
+                turns=_no_turns(facts, pins),
             ),
             lambda request: self.ended.append((request.name, request.status.ended)),
         )

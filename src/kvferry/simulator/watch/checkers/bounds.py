@@ -62,6 +62,8 @@ class Hold:
     since: float
     finished: bool
     """By the end of its prefill; it was abandoned otherwise."""
+    keep_seconds: float | None = None
+    """Its lease while nobody comes, if that is one of its own."""
 
 
 class EndsWithinBounds(Checker):
@@ -101,7 +103,8 @@ class EndsWithinBounds(Checker):
             for wait in self._open(rank, command.transfer, command.consumer):
                 wait.given_up_at = event.at_seconds if wait.given_up_at is None else wait.given_up_at
         elif isinstance(command, Finish | Abandon):
-            hold = Hold(event.at_seconds, isinstance(command, Finish))
+            keep_seconds = command.keep_seconds if isinstance(command, Finish) else None
+            hold = Hold(event.at_seconds, isinstance(command, Finish), keep_seconds)
             self._holds.setdefault((rank, command.transfer), hold)
 
     def _open(self, rank: PeerName, transfer: TransferId, consumer: ConsumerId) -> list[Wait]:
@@ -197,15 +200,17 @@ class EndsWithinBounds(Checker):
         if hold is None:
             return
         lease = self._oracle.limits_of(rank).lease_seconds
+        longest = max(lease, hold.keep_seconds or 0.0)
+        shortest = min(lease, lease if hold.keep_seconds is None else hold.keep_seconds)
         since = max(hold.since, self._drained_at.get(rank, 0.0))
         if hold.finished:
             since = max(since, self._signs.get((rank, result.transfer), 0.0), self._greeted_at.get(rank, 0.0))
-        bound = (lease if hold.finished else 0.0) + SLACK_SECONDS
+        bound = (longest if hold.finished else 0.0) + SLACK_SECONDS
         kept = self._wakes.awake_seconds(rank, since, now)
         if kept > bound:
             text = f"{rank} kept {result.transfer} for {kept:.3f} s after it had any reason to"
             self.broken(now, f"{text}, at most {bound:.3f} s are right")
         held = self._wakes.own_seconds(rank, hold.since, now)
-        if code_of(result.outcome) == LEASE_EXPIRED and held < lease - EPSILON_SECONDS:
+        if code_of(result.outcome) == LEASE_EXPIRED and held < shortest - EPSILON_SECONDS:
             text = f"{rank} ended the lease of {result.transfer} {held:.3f} s after prefill"
-            self.broken(now, f"{text}, and not after {lease:.3f} s")
+            self.broken(now, f"{text}, and not after {shortest:.3f} s")
