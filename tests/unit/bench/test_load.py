@@ -15,8 +15,8 @@ from kvferry.bench.load import LoadLimits, run_load
 from kvferry.bench.prompts import token_prompts
 from kvferry.bench.records import Load, Record
 from kvferry.bench.stream import LegError, Seen
+from kvferry.bench.virtual_time import run_virtually
 from kvferry.errors import UsageError
-from tests.support.virtual_loop import run_virtually
 
 
 class Server:
