@@ -47,6 +47,10 @@ class Attempts:
         """The last one, to be told when nothing is left to try."""
         self._tried: set[Worker] = set()
         self._choice = ModeChoice("push", "fixed")
+        self._early: Worker | None = None
+        """The decode engine that an early choice takes, in `auto`."""
+        self._met = 0
+        """Legs in flight at the decode engine when it was chosen."""
         self._before = _continuation(services, prompt)
 
     async def choose(self, role: Role) -> Worker | None:
@@ -54,6 +58,8 @@ class Attempts:
         before = self._before
         preferred = None if before is None else before.worker(role)
         worker = await self.services.worker(role, self._tried, preferred)
+        if role is Role.DECODE and worker is not None:
+            self._met = worker.in_flight
         if before is not None and role is Role.DECODE:
             before.tell(worker)
         if worker in self._tried:
@@ -78,10 +84,16 @@ class Attempts:
         """The mode of the next dispatch; counted with the reason for it when it is begun."""
         fixed = self.settings.transfer_mode
         if fixed == "auto":
-            queues = self.services.pool.queues(Role.DECODE)
+            pool = self.services.pool
             decode = None if self._before is None else self._before.worker(Role.DECODE)
-            settled = decode is not None and self.services.pool.keeps(decode)
-            self._choice = transfer_mode(self.prompt.estimated_tokens, queues, settled=settled)
+            settled = decode is not None and pool.keeps(decode)
+            self._early = None if settled else pool.next(Role.DECODE)
+            self._choice = transfer_mode(
+                self.prompt.estimated_tokens,
+                pool.queues(Role.DECODE),
+                pool.late_choice.worth(pool.clock()),
+                settled=settled,
+            )
         else:
             self._choice = ModeChoice(fixed, "fixed")
         return self._choice.mode
@@ -94,6 +106,12 @@ class Attempts:
         """Both roles have an engine for the dispatch whose `mode` was chosen last."""
         self.services.metrics.transfers.labels(self._choice.mode, self._choice.reason).inc()
 
+    def prefilled(self, decode: Worker | None = None) -> None:
+        """Prefill has ended; note what a late choice is worth beside the early one, which a push has made."""
+        pool, early = self.services.pool, decode or self._early
+        if self._early is not None and early is not None:
+            pool.late_choice.note(pool.gain_seconds(early, has_leg=decode is not None), pool.clock())
+
     def waiting(self, worker: Worker) -> AbstractContextManager[None]:
         """For as long as a prefilled prompt waits for a decode engine's answer."""
         if not self.prompt.stream:
@@ -103,7 +121,7 @@ class Attempts:
     def waited(self, worker: Worker, seconds: float) -> None:
         """Note what a decode engine has added to the first token by itself; only streams show it."""
         if self.prompt.stream:
-            worker.pace.note(max(seconds, 0.0), self.services.pool.clock())
+            worker.pace.note(max(seconds, 0.0), self.services.pool.clock(), self._met)
 
     def again(self, leg: Role, reason: str) -> NoReturn:
         """Send the legs anew, for which one retry is taken."""

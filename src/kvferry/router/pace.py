@@ -17,15 +17,22 @@ class Pace:
     """A moving mean of waits in seconds, forgotten when nothing new comes, and the waits that go on."""
 
     _seconds: float = 0.0
+    _legs: float = 0.0
     _until: float | None = None
     _waiting: dict[object, float] = field(default_factory=dict)
     """Since when, the longest first."""
 
-    def note(self, seconds: float, now: float) -> None:
-        """One more request has waited for so long."""
-        before = self._mean(now)
-        self._seconds = seconds if before is None else before + _WEIGHT * (seconds - before)
+    def note(self, seconds: float, now: float, legs: int = 0) -> None:
+        """One more request has waited for so long, which met so many legs in flight."""
+        weight = 1.0 if self._mean(now) is None else _WEIGHT
+        self._seconds += weight * (seconds - self._seconds)
+        self._legs += weight * (legs - self._legs)
         self._until = now + FRESH_SECONDS
+
+    @property
+    def legs(self) -> float:
+        """How many legs the requests that were noted have met."""
+        return self._legs
 
     @contextmanager
     def waiting(self, since: float) -> Iterator[None]:

@@ -73,20 +73,26 @@ class Queue:
     """The router's own legs to it."""
     wait_seconds: float | None
     """What it has lately added to the first token by itself; None when nobody knows."""
+    usual_in_flight: float = 0.0
+    """How many legs those met from which that is known."""
 
 
 def expected_waits(queues: Sequence[Queue]) -> list[float]:
     """What each engine would add to the next request's first token, in seconds.
 
-    A wait grows with the engine's share of the legs in flight. One that nobody knows counts as the least that
-    is known, so that such an engine is tried; with none known the legs alone decide.
+    A wait grows with the legs in flight, in relation to those that were in flight when it was measured: with
+    their square, since all that an engine has no room for must wait. One that nobody knows counts as the
+    least that is known, so that such an engine is tried; with none known the legs alone decide.
     """
     known = [queue.wait_seconds for queue in queues if queue.wait_seconds is not None]
     assumed = min(known, default=1.0)
     mean = sum(queue.in_flight for queue in queues) / len(queues)
-    waits = [assumed if queue.wait_seconds is None else queue.wait_seconds for queue in queues]
-    shares = [(1 + queue.in_flight) / (1 + mean) for queue in queues]
-    return [wait * share for wait, share in zip(waits, shares, strict=True)]
+    return [
+        assumed * (1 + queue.in_flight) / (1 + mean)
+        if queue.wait_seconds is None
+        else queue.wait_seconds * ((1 + queue.in_flight) / (1 + queue.usual_in_flight)) ** 2
+        for queue in queues
+    ]
 
 
 def worth_keeping(load: int, least: int) -> bool:
@@ -107,22 +113,21 @@ class ModeChoice:
     reason: str
 
 
-def transfer_mode(prompt_tokens: int, queues: Sequence[Queue], *, settled: bool = False) -> ModeChoice:
+def transfer_mode(
+    prompt_tokens: int, queues: Sequence[Queue], late_seconds: float | None, *, settled: bool = False
+) -> ModeChoice:
     """The mode of one transfer: pull where choosing the decode engine late is worth more than overlap.
 
     `queues` are the decode engines that may be chosen. With fewer than two, or when affinity has `settled`
     which one it is, there is nothing to choose. With one that nobody has measured lately, an early choice is
-    blind. Else a late choice is worth what the best engine is expected to be better than the average one, and
-    push is worth `overlap_seconds`.
+    blind. Else push is worth `overlap_seconds`, and a late choice what it has lately been, `late_seconds`.
     """
     if len(queues) < 2:
         return ModeChoice("push", "one_decode")
     if settled:
         return ModeChoice("push", "affinity")
-    if any(queue.wait_seconds is None for queue in queues):
+    if late_seconds is None or any(queue.wait_seconds is None for queue in queues):
         return ModeChoice("pull", "unknown")
-    waits = expected_waits(queues)
-    late_seconds = sum(waits) / len(waits) - min(waits)
     if late_seconds > overlap_seconds(prompt_tokens):
-        return ModeChoice("pull", "unequal")
+        return ModeChoice("pull", "late")
     return ModeChoice("push", "overlap")

@@ -10,10 +10,11 @@ import enum
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from kvferry.handoff import SourceParams
+from kvferry.router.late_choice import LateChoice
 from kvferry.router.pace import Pace
 from kvferry.router.policy import MEASURED_POLICIES, POLICIES, Queue, expected_waits, worth_keeping
 
@@ -77,6 +78,7 @@ class Pool:
     changed: Callable[[Worker], None]
     """Told after each change of a worker's readiness."""
     clock: Callable[[], float] = time.monotonic
+    late_choice: LateChoice = field(default_factory=LateChoice)
     _sides: dict[Role, _Side] = field(default_factory=dict)
 
     def add(self, role: Role, urls: Collection[str], policy: str) -> None:
@@ -104,12 +106,35 @@ class Pool:
         fresh = [worker for worker in ready if worker not in tried] or ready
         if not fresh:
             return None
-        loads = [worker.in_flight for worker in fresh]
-        if side.policy in MEASURED_POLICIES:
-            loads = [round(seconds * 1e6) for seconds in expected_waits(self._queues(fresh))]
-        index = POLICIES[side.policy](loads, side.turn, self.chance)
+        index = self._chosen(side, self._queues(fresh))
         side.turn += 1
         return fresh[index]
+
+    def next(self, role: Role) -> Worker | None:
+        """The one that `choose` would take now."""
+        side = self._sides[role]
+        ready = [worker for worker in side.workers if worker.ready]
+        return ready[self._chosen(side, self._queues(ready))] if ready else None
+
+    def gain_seconds(self, early: Worker, *, has_leg: bool) -> float:
+        """How much sooner than at `early` a first token is expected at the engine that is chosen now.
+
+        `has_leg` says that the prompt has a leg at `early`, which is no load to itself.
+        """
+        side = self._sides[early.role]
+        ready = [worker for worker in side.workers if worker.ready]
+        if early not in ready:
+            return 0.0
+        queues, own = self._queues(ready), ready.index(early)
+        queues[own] = replace(queues[own], in_flight=queues[own].in_flight - has_leg)
+        waits = expected_waits(queues)
+        return waits[own] - waits[self._chosen(side, queues)]
+
+    def _chosen(self, side: _Side, queues: list[Queue]) -> int:
+        loads = [queue.in_flight for queue in queues]
+        if side.policy in MEASURED_POLICIES:
+            loads = [round(seconds * 1e6) for seconds in expected_waits(queues)]
+        return POLICIES[side.policy](loads, side.turn, self.chance)
 
     def keeps(self, worker: Worker) -> bool:
         """Whether a worker that knows a conversation goes on with it: ready, not much busier than others."""
@@ -122,7 +147,7 @@ class Pool:
 
     def _queues(self, workers: Sequence[Worker]) -> list[Queue]:
         now = self.clock()
-        return [Queue(worker.in_flight, worker.pace.recent(now)) for worker in workers]
+        return [Queue(worker.in_flight, worker.pace.recent(now), worker.pace.legs) for worker in workers]
 
     def any_ready(self, role: Role) -> bool:
         """Whether a worker of the role is ready."""

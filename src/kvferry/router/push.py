@@ -82,6 +82,7 @@ async def _outcome(attempts: Attempts, legs: Legs) -> Body | DecodeStream:
         attempts.waited(legs.consumer, 0.0)
         return answer
     prefilled = clock()
+    attempts.prefilled(legs.consumer)
     with attempts.waiting(legs.consumer):
         patience_seconds = await _after_prefill(attempts, legs)
         await asyncio.wait({legs.decode}, timeout=patience_seconds)

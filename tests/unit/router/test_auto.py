@@ -7,18 +7,22 @@ from typing import Any
 
 import pytest
 
+from kvferry.router.late_choice import LateChoice
 from kvferry.router.pool import Role
 from kvferry.router.settings import RouterMode
 from tests.support.fake_engine import Step, failing
 from tests.support.router_world import RouterWorld, router_world, until
 
-AUTO: dict[str, Any] = {"transfer_mode": "auto"}
+AUTO: dict[str, Any] = {"transfer_mode": "auto", "decode_policy": "least_wait"}
 
 
-def measured(world: RouterWorld, *seconds: float) -> None:
-    """The decode engines are known to add so much to the first token."""
-    for worker, wait in zip(world.router.pool.workers(Role.DECODE), seconds, strict=True):
-        worker.pace.note(wait, world.router.pool.clock())
+def measured(world: RouterWorld, *seconds: float, gain: float = 0.0) -> None:
+    """The decode engines are known to add so much to the first token, and late choices to gain so much."""
+    pool = world.router.pool
+    for worker, wait in zip(pool.workers(Role.DECODE), seconds, strict=True):
+        worker.pace.note(wait, pool.clock())
+    pool.late_choice = LateChoice()
+    pool.late_choice.note(gain, pool.clock())
 
 
 async def served(world: RouterWorld, **fields: Any) -> None:
@@ -50,21 +54,62 @@ async def test_engines_that_nobody_knows_are_pulled_to_until_streams_have_shown_
         assert world.count("push", "ok", "none") == 1
 
 
-async def test_unequal_engines_are_pulled_to() -> None:
+async def test_where_late_choices_have_gained_it_is_pull() -> None:
     async with router_world(decode=2, **AUTO) as world:
-        measured(world, 0.001, 5.0)
+        measured(world, 0.001, 0.001, gain=5.0)
         await served(world)
-        assert world.transfers("pull", "unequal") == 1
+        assert world.transfers("pull", "late") == 1
         assert world.p.requests[0].params["transfer_mode"] == "pull"
+
+
+async def test_engines_that_merely_differ_are_pushed_to() -> None:
+    """The early choice takes the better one, too."""
+    async with router_world(decode=2, **AUTO) as world:
+        measured(world, 5.0, 0.001)
+        await served(world)
+        assert world.transfers("push", "overlap") == 1
+        assert [len(engine.requests) for engine in world.decode] == [0, 1]
 
 
 async def test_a_prompt_so_long_that_overlap_is_worth_more_is_pushed() -> None:
     async with router_world(decode=2, **AUTO) as world:
-        measured(world, 0.01, 0.05)
+        measured(world, 0.01, 0.01, gain=0.03)
         await served(world, prompt=[7] * 20_000)
         assert world.transfers("push", "overlap") == 1
+        measured(world, 0.01, 0.01, gain=0.03)
         await served(world, prompt=[7] * 20)
-        assert world.transfers("pull", "unequal") == 1
+        assert world.transfers("pull", "late") == 1
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+async def test_what_a_late_choice_gains_is_measured_in_either_mode(mode: str) -> None:
+    """While a prompt is prefilled, the engine that an early choice takes gets slow."""
+    async with router_world(decode=2, **AUTO) as world:
+        measured(world, 0.001, 0.002, gain=0.0 if mode == "push" else 1.0)
+        pool = world.router.pool
+        before = pool.late_choice.worth(pool.clock()) or 0.0
+        ended = asyncio.Event()
+        world.p.plan(Step(gate=ended))
+        hold = asyncio.Event()
+        for engine in world.decode:
+            engine.plan(Step(gate=hold))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(served(world))
+            await world.p.received(1)
+            first, _ = pool.workers(Role.DECODE)
+            first.pace.forget()
+            first.pace.note(100.0, pool.clock(), 0)
+            ended.set()
+            await until(lambda: pool.late_choice.worth(pool.clock()) != before)
+            hold.set()
+        assert (pool.late_choice.worth(pool.clock()) or 0.0) > before
+        assert sum(world.transfers(mode, reason) for reason in ("overlap", "late")) == 1
+
+
+async def test_a_fixed_mode_measures_no_gain() -> None:
+    async with router_world(decode=2, transfer_mode="pull") as world:
+        await served(world, stream=True)
+        assert world.router.pool.late_choice.worth(world.router.pool.clock()) is None
 
 
 async def test_a_pushed_stream_shows_what_its_engine_adds_after_prefill() -> None:
@@ -152,7 +197,7 @@ async def test_modes_change_from_request_to_request_under_load_and_departures() 
 
         async def one(number: int) -> None:
             if number % 3 == 0:
-                measured(world, 0.01, 5.0)
+                measured(world, 0.01, 0.01, gain=5.0)
             elif number % 3 == 1:
                 for worker in world.router.pool.workers(Role.DECODE):
                     worker.pace.forget()

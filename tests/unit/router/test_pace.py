@@ -26,6 +26,15 @@ def test_it_follows_what_changes() -> None:
     assert pace.recent(29.0) == pytest.approx(5.0, rel=0.01)
 
 
+def test_the_legs_that_were_met_have_a_mean_too() -> None:
+    pace = Pace()
+    pace.note(1.0, 0.0, legs=8)
+    pace.note(1.0, 0.0, legs=12)
+    assert pace.legs == pytest.approx(9.0)
+    pace.note(1.0, FRESH_SECONDS + 1.0, legs=2)
+    assert pace.legs == 2.0
+
+
 def test_what_is_old_is_forgotten_and_does_not_weigh_on_what_comes() -> None:
     pace = Pace()
     pace.note(9.0, 0.0)

@@ -83,11 +83,39 @@ def test_the_least_wait_is_chosen_by_what_was_measured_and_by_legs() -> None:
         made.alive(worker)
     slow.pace.note(1.0, now[0])
     fast.pace.note(0.3, now[0])
-    assert made.choose(Role.DECODE) is fast
+    assert made.choose(Role.DECODE) is made.next(Role.DECODE) is fast
     with fast.leg(), fast.leg(), fast.leg():
         assert made.choose(Role.DECODE) is slow
     now[0] = FRESH_SECONDS + 1
     assert {made.choose(Role.DECODE) for _ in range(2)} == {slow, fast}
+
+
+def test_what_a_late_choice_gains_is_the_early_engines_wait_less_that_of_the_one_chosen_now() -> None:
+    made = Pool(chance=Random(0), changed=lambda worker: None, clock=lambda: 0.0)
+    made.add(Role.DECODE, ["http://early", "http://late"], "least_wait")
+    early, late = made.workers(Role.DECODE)
+    assert made.next(Role.DECODE) is None
+    assert made.gain_seconds(early, has_leg=False) == 0.0
+    for worker in (early, late):
+        made.alive(worker)
+        worker.pace.note(0.1, 0.0, legs=1)
+    assert made.next(Role.DECODE) is early
+    assert made.gain_seconds(early, has_leg=False) == 0.0
+    with early.leg():
+        assert made.gain_seconds(early, has_leg=True) == 0.0, "a prompt is no load to itself"
+        assert made.gain_seconds(early, has_leg=False) == pytest.approx(0.075)
+        with early.leg():
+            assert made.gain_seconds(early, has_leg=True) == pytest.approx(0.075)
+
+
+def test_what_a_blind_policy_gains_may_be_less_than_nothing() -> None:
+    made = Pool(chance=Random(0), changed=lambda worker: None, clock=lambda: 0.0)
+    made.add(Role.DECODE, ["http://slow", "http://fast"], "round_robin")
+    slow, fast = made.workers(Role.DECODE)
+    for worker, seconds in ((slow, 1.0), (fast, 0.1)):
+        made.alive(worker)
+        worker.pace.note(seconds, 0.0)
+    assert made.gain_seconds(fast, has_leg=False) == pytest.approx(-0.9)
 
 
 def test_what_is_known_of_ready_workers_is_told_in_order() -> None:
