@@ -5,6 +5,7 @@ serve    load one OpenAI-compatible endpoint and report TTFT, TPOT and goodput; 
 layout   descriptors, planning time and memory of copies between two cache layouts; needs numpy
 compare  kvferry against vLLM's own connectors on emulated engines, with a report; needs vLLM, no GPU
 handover one hand-over from agent to agent, beside raw NIXL; needs NIXL and numpy, no vLLM, no GPU
+pool     push, pull and auto in front of decode engines that differ, modelled; needs no vLLM, no GPU
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvferry.cli import bench_compare, bench_handover, bench_layout, bench_serve
+from kvferry.cli import bench_compare, bench_handover, bench_layout, bench_pool, bench_serve
 from kvferry.errors import UsageError
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("compare", bench_compare),
         ("handover", bench_handover),
         ("layout", bench_layout),
+        ("pool", bench_pool),
     ):
         parser_of_one = commands.add_parser(name, help=module.SUMMARY, description=module.__doc__)
         parser_of_one.set_defaults(measure=module.run)
