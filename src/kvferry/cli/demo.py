@@ -2,7 +2,7 @@
 
 Makes a tiny random model, starts one prefill and one decode engine behind the router, and one engine alone.
 The same requests go to both, one after the other. The exit code is 0 only if every answer is equal, the bytes
-pushed are those that the cache's geometry says, and the decode engine computed at most one block per prompt
+moved are those that the cache's geometry says, and the decode engine computed at most one block per prompt
 itself.
 """
 
@@ -25,6 +25,7 @@ from kvferry.cli.requests import Answer, RequestError, ask
 from kvferry.cli.scrape import Counters, read_block_tokens, read_counters
 from kvferry.cli.tiny_model import write_tiny_model
 from kvferry.errors import KvferryError
+from kvferry.handoff import TransferMode
 
 MODEL_NAME = "tiny"
 CHUNK_TOKENS = 512
@@ -54,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long engines may take to load (default: %(default)s)",
     )
     parser.add_argument(
+        "--transfer-mode",
+        choices=("push", "pull"),
+        default="push",
+        help="how KV comes to the decode engine (default: %(default)s)",
+    )
+    parser.add_argument(
         "--corrupt",
         action="store_true",
         help="damage one KV block of every prompt on its way: the demo must then fail",
@@ -63,10 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(namespace: argparse.Namespace) -> int:
     """Run the demo and print its table."""
     with termination_interrupts(), _tiny_model(namespace.seed) as model, Fleet(report=_say) as fleet:
-        deployment = demo_deployment(model, namespace.log_dir, corrupt=namespace.corrupt)
+        mode: TransferMode = namespace.transfer_mode
+        deployment = demo_deployment(model, namespace.log_dir, mode, corrupt=namespace.corrupt)
         endpoints = bring_up(fleet, deployment, startup_seconds=namespace.startup_seconds)
         _say("")
-        outcomes = compare(endpoints, model, seed=namespace.seed)
+        outcomes = compare(endpoints, model, mode, seed=namespace.seed)
         _say(table(outcomes))
     problems = [problem for outcome in outcomes for problem in outcome.problems]
     for problem in problems:
@@ -75,7 +83,9 @@ def run(namespace: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def demo_deployment(model: Path, logs: Path, *, corrupt: bool = False) -> Deployment:
+def demo_deployment(
+    model: Path, logs: Path, mode: TransferMode = "push", *, corrupt: bool = False
+) -> Deployment:
     """One prefill engine, one decode engine and the reference; a long prompt takes several chunks."""
     arguments = (
         *("--max-num-batched-tokens", str(CHUNK_TOKENS)),
@@ -89,13 +99,14 @@ def demo_deployment(model: Path, logs: Path, *, corrupt: bool = False) -> Deploy
         reference=True,
         prefill_arguments=arguments,
         decode_arguments=arguments,
+        router_arguments=("--transfer-mode", mode),
         logs=logs,
         prefill_config={"test_corrupt_block": 0} if corrupt else {},
         environment={TESTING_VARIABLE: "1"} if corrupt else {},
     )
 
 
-def compare(endpoints: Endpoints, model: Path, *, seed: int) -> list[Outcome]:
+def compare(endpoints: Endpoints, model: Path, mode: TransferMode = "push", *, seed: int) -> list[Outcome]:
     """Send every case to both sides, one at a time.
 
     Raises:
@@ -107,7 +118,11 @@ def compare(endpoints: Endpoints, model: Path, *, seed: int) -> list[Outcome]:
     if not block_tokens:
         raise DemoError(f"the prefill engine's /metrics does not tell its block size: {endpoints.prefill[0]}")
     comparison = _Comparison(
-        endpoints, endpoints.reference, block_tokens, block_tokens * token_bytes(model / "config.json")
+        endpoints,
+        endpoints.reference,
+        mode,
+        block_tokens,
+        block_tokens * token_bytes(model / "config.json"),
     )
     cases = demo_cases(block_tokens=block_tokens, chunk_tokens=CHUNK_TOKENS, seed=seed)
     return [comparison.outcome(case) for case in cases]
@@ -123,6 +138,7 @@ def token_bytes(config: Path) -> int:
 class _Comparison:
     endpoints: Endpoints
     reference: str
+    mode: TransferMode
     block_tokens: int
     block_bytes: int
 
@@ -142,7 +158,7 @@ class _Comparison:
 
         def settled(prefill: Counters, decode: Counters) -> bool:
             all_counted = decode.prompt_tokens == sum(lengths) * case.answers
-            return all_counted and prefill.bytes >= wanted_bytes(decode)
+            return all_counted and self._moved(prefill, decode).bytes >= wanted_bytes(decode)
 
         prefill, decode = self._settled(prefill_before, decode_before, settled)
         return Outcome(
@@ -150,7 +166,8 @@ class _Comparison:
             prompt_tokens=sum(lengths),
             prompts=len(lengths),
             equal=answer is not None and same(answer, expected),
-            pushed_bytes=prefill.bytes,
+            mode=self.mode,
+            moved_bytes=self._moved(prefill, decode).bytes,
             expected_bytes=wanted_bytes(decode),
             early_bytes=prefill.bytes_early,
             computed_tokens=decode.tokens_computed,
@@ -158,6 +175,10 @@ class _Comparison:
             first_token_seconds=answer.first_token_seconds if answer else None,
             reference_first_token_seconds=expected.first_token_seconds,
         )
+
+    def _moved(self, prefill: Counters, decode: Counters) -> Counters:
+        """The counters of the engine that moves the bytes."""
+        return decode if self.mode == "pull" else prefill
 
     def _through_router(self, case: Case) -> Answer | None:
         try:

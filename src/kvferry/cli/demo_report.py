@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvferry.handoff import TransferMode
+
 MEBIBYTE = 1 << 20
 HEADINGS = (
     "request",
     "tokens",
     "equal",
-    "pushed",
+    "{mode}ed",
     "geometry",
     "early",
     "computed by D",
@@ -27,10 +29,11 @@ class Outcome:
     prompt_tokens: int
     prompts: int
     equal: bool
-    pushed_bytes: int
+    mode: TransferMode = "push"
+    moved_bytes: int
     expected_bytes: int
     early_bytes: int
-    """Those of the pushed bytes that were posted before prefill ended."""
+    """Those of the moved bytes that were posted before prefill ended; none of a pull's."""
     computed_tokens: int
     """Prompt tokens that the decode engine computed itself."""
     computed_tokens_max: int
@@ -44,9 +47,9 @@ class Outcome:
         found = []
         if not self.equal:
             found.append(f"{self.name}: the answer differs from the reference")
-        if self.pushed_bytes != self.expected_bytes:
+        if self.moved_bytes != self.expected_bytes:
             found.append(
-                f"{self.name}: {self.pushed_bytes} bytes pushed, geometry says {self.expected_bytes}"
+                f"{self.name}: {self.moved_bytes} bytes {self.mode}ed, geometry says {self.expected_bytes}"
             )
         if self.computed_tokens > self.computed_tokens_max:
             found.append(
@@ -58,7 +61,8 @@ class Outcome:
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """One row per request under a heading; numbers to the right."""
-    rows = [HEADINGS, *(_row(outcome) for outcome in outcomes)]
+    headings = tuple(heading.format(mode=outcomes[0].mode) for heading in HEADINGS)
+    rows = [headings, *(_row(outcome) for outcome in outcomes)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     lines = []
     for row in rows:
@@ -74,12 +78,14 @@ def table(outcomes: Sequence[Outcome]) -> str:
 def verdict(outcomes: Sequence[Outcome]) -> str:
     """The last line."""
     equal = sum(outcome.equal for outcome in outcomes)
-    pushed = sum(outcome.pushed_bytes for outcome in outcomes)
+    moved = sum(outcome.moved_bytes for outcome in outcomes)
     early = sum(outcome.early_bytes for outcome in outcomes)
     well = not any(outcome.problems for outcome in outcomes)
+    mode = outcomes[0].mode
+    in_time = f", {_share(early, moved)} of it before prefill ended" if mode == "push" else ""
     return (
         f"{'PASSED' if well else 'FAILED'}: {equal} of {len(outcomes)} answers equal one engine's; "
-        f"{_mebibytes(pushed)} of KV pushed, {_share(early, pushed)} of it before prefill ended."
+        f"{_mebibytes(moved)} of KV {mode}ed{in_time}."
     )
 
 
@@ -88,9 +94,9 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
         outcome.name,
         str(outcome.prompt_tokens),
         "yes" if outcome.equal else "NO",
-        _mebibytes(outcome.pushed_bytes),
-        "agrees" if outcome.pushed_bytes == outcome.expected_bytes else _mebibytes(outcome.expected_bytes),
-        _share(outcome.early_bytes, outcome.pushed_bytes),
+        _mebibytes(outcome.moved_bytes),
+        "agrees" if outcome.moved_bytes == outcome.expected_bytes else _mebibytes(outcome.expected_bytes),
+        _share(outcome.early_bytes, outcome.moved_bytes),
         str(outcome.computed_tokens),
         _milliseconds(outcome.first_token_seconds),
         _milliseconds(outcome.reference_first_token_seconds),

@@ -17,6 +17,7 @@ from pathlib import Path
 from kvferry.cli.engines import Deployment, Endpoints, bring_up
 from kvferry.cli.fleet import Fleet, termination_interrupts
 from kvferry.errors import UsageError
+from kvferry.router.settings import TRANSFER_MODES
 
 STARTUP_SECONDS_DEFAULT = 600.0
 # An engine elsewhere than where we look for it would be waited for in vain, and one of another name or role
@@ -37,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="more vLLM arguments for prefill engines; write --prefill-args='--option' for a single one",
     )
     parser.add_argument("--decode-args", default="", metavar="'ARGS'", help="the same for decode engines")
+    parser.add_argument(
+        "--transfer-mode",
+        choices=TRANSFER_MODES,
+        help="how KV comes to decode engines (default: the router's, push)",
+    )
     parser.add_argument(
         "--router-args",
         default="",
@@ -110,7 +116,7 @@ def read_deployment(namespace: argparse.Namespace) -> Deployment:
         reference=namespace.reference,
         prefill_arguments=engine_arguments("--prefill-args", namespace.prefill_args),
         decode_arguments=engine_arguments("--decode-args", namespace.decode_args),
-        router_arguments=split_arguments("--router-args", namespace.router_args),
+        router_arguments=(*_mode(namespace), *split_arguments("--router-args", namespace.router_args)),
         host=namespace.host,
         port=namespace.port,
         logs=namespace.log_dir,
@@ -119,6 +125,10 @@ def read_deployment(namespace: argparse.Namespace) -> Deployment:
         gpus_per_engine=namespace.gpus_per_engine,
         both_directions=namespace.both_directions,
     )
+
+
+def _mode(namespace: argparse.Namespace) -> tuple[str, ...]:
+    return () if namespace.transfer_mode is None else ("--transfer-mode", namespace.transfer_mode)
 
 
 def checked_model(model: str) -> str:

@@ -17,10 +17,12 @@ from kvferry.cli.demo_report import Outcome, table, verdict
 from kvferry.cli.engines import Deployment, Endpoints
 from kvferry.cli.fleet import Fleet
 from kvferry.cli.requests import Answer
+from kvferry.handoff import TransferMode
 from tests.support.stub_openai import StubOpenAI
 
 BLOCK = 128
 CHUNK = 512
+TRANSFERS: tuple[TransferMode, ...] = ("push", "pull")
 LAYERS, KV_HEADS, HEAD = 4, 2, 64
 BLOCK_BYTES = BLOCK * 2 * LAYERS * KV_HEADS * HEAD * 4
 
@@ -111,9 +113,10 @@ def model_config(directory: Path) -> Path:
 class World:
     """A router, its two engines' metrics and a reference, all stubs. The flags are ways of being wrong."""
 
+    mode: TransferMode = "push"
     missing_bytes: int = 0
     computed_extra: int = 0
-    pushed: int = 0
+    moved: int = 0
     computed: int = 0
     received: int = 0
     router: StubOpenAI = field(init=False)
@@ -134,20 +137,22 @@ class World:
             self.computed += 1 + self.computed_extra
             self.received += length - 1 - self.computed_extra
         blocks = expected_blocks(lengths, answers=case.answers, cached_tokens=0, block_tokens=BLOCK)
-        self.pushed += blocks * BLOCK_BYTES - (self.missing_bytes if blocks else 0)
+        self.moved += blocks * BLOCK_BYTES - (self.missing_bytes if blocks else 0)
         self.publish()
 
     def publish(self) -> None:
         source = "vllm:prompt_tokens_by_source_total"
-        self.prefill.metrics = (
-            f'vllm:cache_config_info{{block_size="{BLOCK}"}} 1.0\n'
-            f'kvferry_transfer_bytes_total{{mode="push"}} {self.pushed}\n'
-            f'kvferry_bytes_before_prefill_end_total{{mode="push"}} {self.pushed // 2}\n'
-        )
+        self.prefill.metrics = f'vllm:cache_config_info{{block_size="{BLOCK}"}} 1.0\n'
         self.decode.metrics = (
             f'{source}{{source="local_compute"}} {self.computed}\n'
             f'{source}{{source="external_kv_transfer"}} {self.received}\n'
+            f'kvferry_transfer_bytes_total{{mode="{self.mode}"}} {self.moved}\n'
         )
+        if self.mode == "push":
+            self.prefill.metrics += (
+                f'kvferry_transfer_bytes_total{{mode="push"}} {self.moved}\n'
+                f'kvferry_bytes_before_prefill_end_total{{mode="push"}} {self.moved // 2}\n'
+            )
 
     @property
     def endpoints(self) -> Endpoints:
@@ -172,17 +177,26 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 def outcomes(world: World, tmp_path: Path) -> list[Outcome]:
     model_config(tmp_path)
-    return compare(world.endpoints, tmp_path, seed=0)
+    return compare(world.endpoints, tmp_path, world.mode, seed=0)
 
 
 def test_when_all_is_well_no_problem_is_found(world: World, tmp_path: Path) -> None:
     found = outcomes(world, tmp_path)
     assert [outcome.problems for outcome in found] == [[]] * len(cases())
-    assert sum(outcome.pushed_bytes for outcome in found) == world.pushed > 0
+    assert sum(outcome.moved_bytes for outcome in found) == world.moved > 0
     assert sum(outcome.early_bytes for outcome in found) > 0
     assert any(outcome.first_token_seconds for outcome in found)
     assert len(world.router.bodies) == len(world.reference.bodies) == len(cases())
     assert world.router.bodies == world.reference.bodies
+
+
+def test_pulled_bytes_are_counted_where_they_arrive(world: World, tmp_path: Path) -> None:
+    world.mode = "pull"
+    world.publish()
+    found = outcomes(world, tmp_path)
+    assert [outcome.problems for outcome in found] == [[]] * len(cases())
+    assert sum(outcome.moved_bytes for outcome in found) == world.moved > 0
+    assert not any(outcome.early_bytes for outcome in found)
 
 
 def test_another_token_is_found(world: World, tmp_path: Path) -> None:
@@ -251,7 +265,7 @@ GOOD = Outcome(
     prompt_tokens=2090,
     prompts=1,
     equal=True,
-    pushed_bytes=8 << 20,
+    moved_bytes=8 << 20,
     expected_bytes=8 << 20,
     early_bytes=6 << 20,
     computed_tokens=1,
@@ -292,9 +306,21 @@ def test_the_last_line_says_the_figures() -> None:
     assert verdict([GOOD, GOOD]) == (
         "PASSED: 2 of 2 answers equal one engine's; 16.0 MiB of KV pushed, 75 % of it before prefill ended."
     )
-    nothing_pushed = replace(GOOD, pushed_bytes=0, early_bytes=0)
+    nothing_pushed = replace(GOOD, moved_bytes=0, early_bytes=0)
     assert verdict([GOOD, nothing_pushed]).startswith("FAILED: 2 of 2 answers equal")
     assert verdict([replace(GOOD, equal=False)]).startswith("FAILED: 0 of 1")
+
+
+def test_a_pull_is_told_as_one() -> None:
+    pulled = replace(GOOD, mode="pull", early_bytes=0)
+    assert "pulled" in table([pulled]).splitlines()[0].split()
+    assert verdict([pulled]) == "PASSED: 1 of 1 answers equal one engine's; 8.0 MiB of KV pulled."
+    assert "bytes pulled, geometry" in replace(pulled, moved_bytes=1).problems[0]
+
+
+def test_the_router_is_told_the_mode(tmp_path: Path) -> None:
+    for mode in TRANSFERS:
+        assert demo_deployment(tmp_path, tmp_path, mode).router_arguments == ("--transfer-mode", mode)
 
 
 def test_the_damage_is_asked_of_the_prefill_engine_alone(tmp_path: Path) -> None:
@@ -326,6 +352,7 @@ def test_the_exit_code_tells(
     monkeypatch.setattr(demo, "bring_up", bring_up)
     world.router.damage = damage
     assert main.main(["demo", "--log-dir", str(tmp_path)]) == code
+    assert plans[0].router_arguments == ("--transfer-mode", "push")
     lines = capsys.readouterr().out.rstrip().splitlines()
     assert lines[-1].startswith("PASSED" if code == 0 else "FAILED")
     assert not Path(plans[0].model).exists()
