@@ -18,7 +18,7 @@ import aiohttp
 from kvferry.cli.engines import Deployment, Endpoints, bring_up, engine_specs, router_spec
 from kvferry.cli.fleet import Fleet
 from kvferry.cli.ports import free_ports
-from kvferry.cli.processes import ServerProcess
+from kvferry.cli.processes import ServerProcess, ServerSpec
 from kvferry.cli.requests import fetch
 
 MODEL = "tiny"
@@ -137,9 +137,16 @@ def live(deployment: Deployment) -> Iterator[Live]:
 
 
 @contextmanager
-def one_more_engine(deployment: Deployment, name: str) -> Iterator[str]:
-    """Start the first engine of another deployment beside a running fleet, under another server name."""
-    spec = replace(engine_specs(deployment)[0], name=name, log=deployment.logs / f"{name}.log")
+def one_more_engine(deployment: Deployment, name: str, place: int = 0) -> Iterator[str]:
+    """Start the engine at a place of another deployment beside a running fleet, under another server name."""
+    spec = replace(engine_specs(deployment)[place], name=name, log=deployment.logs / f"{name}.log")
+    with one_more_server(spec) as url:
+        yield url
+
+
+@contextmanager
+def one_more_server(spec: ServerSpec) -> Iterator[str]:
+    """Start a server beside a running fleet."""
     with Fleet(report=print) as fleet:
         fleet.start([spec])
         fleet.wait_ready(STARTUP_SECONDS)
@@ -147,15 +154,13 @@ def one_more_engine(deployment: Deployment, name: str) -> Iterator[str]:
 
 
 @contextmanager
-def one_more_router(engines: Live, name: str, *arguments: str) -> Iterator[str]:
-    """Start another router over the engines of a running fleet, with more arguments."""
+def one_more_router(engines: Live, name: str, *arguments: str, decode: tuple[str, ...] = ()) -> Iterator[str]:
+    """Start another router over the engines of a running fleet, and more decode engines."""
     deployment = replace(engines.deployment, router_arguments=arguments)
-    ends = engines.endpoints
-    spec = router_spec(deployment, ends.prefill, ends.decode, free_ports(1)[0])
-    with Fleet(report=print) as fleet:
-        fleet.start([replace(spec, name=name, log=deployment.logs / f"{name}.log")])
-        fleet.wait_ready(STARTUP_SECONDS)
-        yield spec.url
+    urls = (*engines.endpoints.decode, *decode)
+    spec = router_spec(deployment, engines.endpoints.prefill, urls, free_ports(1)[0])
+    with one_more_server(replace(spec, name=name, log=deployment.logs / f"{name}.log")) as url:
+        yield url
 
 
 def sample(text: str, name: str, **labels: str) -> float:
@@ -213,6 +218,24 @@ class Client:
     async def tokens(self, url: str, body: Params) -> list[list[int]]:
         """The token ids of each choice."""
         return token_ids(await self.post(url, body))
+
+    async def streamed(self, url: str, body: Params, headers: Mapping[str, str]) -> list[int]:
+        """The token ids of one choice, from a stream that must end in good order."""
+        tokens: list[int] = []
+        done = False
+        async with self.session.post(
+            url + "/v1/completions", json=body | {"stream": True}, headers=headers
+        ) as response:
+            assert response.status == 200, (response.status, await response.text())
+            async for line in response.content:
+                if line.strip() == b"data: [DONE]":
+                    done = True
+                elif line.startswith(b"data: "):
+                    event = json.loads(line[6:])
+                    assert "error" not in event, event
+                    tokens += [token for choice in event["choices"] for token in choice["token_ids"]]
+        assert done
+        return tokens
 
     async def abandon(self, url: str, body: Params, seconds: float) -> bool:
         """Disconnect after so long; whether it had not been answered by then."""
