@@ -56,7 +56,7 @@ def test_auto_under_mixed_load(engines: Live, another: str) -> None:
         await turn(client, router, prompt + answer + engines.prompt(30), f"auto-{number}")
         return "equal"
 
-    with one_more_router(engines, "--transfer-mode", "auto", decode=(another,)) as router:
+    with one_more_router(engines, "router-auto", "--transfer-mode", "auto", decode=(another,)) as router:
 
         async def work(client: Client) -> list[str]:
             return list(await asyncio.gather(*(conversation(client, router, number) for number in range(32))))
