@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from kvferry.bench.dispatch import Direct, Style
 from kvferry.bench.load import LoadLimits, client, run_load
@@ -27,7 +27,7 @@ class Arm:
     """One way to run the router."""
 
     name: str
-    mode: str
+    mode: Literal["push", "pull", "auto"]
     policy: str
 
 

@@ -14,16 +14,24 @@ from kvferry.bench.prompts import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolLoad:
+    """What is sent to a pool."""
+
+    requests_per_second: float
+    prompt_tokens: tuple[int, int]
+    """The shortest and the longest prompt; lengths between are equally likely."""
+    requests: int
+    """How many, unless somebody wants others."""
+    output_tokens: tuple[int, int] = (50, 150)
+
+
+@dataclass(frozen=True, slots=True)
 class PoolCase:
     """A pool and its load."""
 
     name: str
     model: PoolModel
-    requests_per_second: float
-    prompt_tokens: tuple[int, int]
-    """The shortest and the longest prompt; lengths between are equally likely."""
-    requests: int
-    output_tokens: tuple[int, int] = (50, 150)
+    load: PoolLoad
 
 
 def _pool(*decode: DecodeModel) -> PoolModel:
@@ -43,19 +51,19 @@ BURSTING = _pool(_PLAIN, _PLAIN, _SLOW, _BURSTS)
 FULL = _pool(_SMALL, _SMALL, _SMALL_SLOW, _SMALL_BUSY)
 ALIKE = _pool(_PLAIN, _PLAIN, _PLAIN, _PLAIN)
 
-_SHORT = {"prompt_tokens": (100, 500), "requests_per_second": 50.0, "requests": 1500}
-_LONG = {"prompt_tokens": (4000, 16_000), "requests_per_second": 3.0, "requests": 400}
-_MIXED = {"prompt_tokens": (100, 16_000), "requests_per_second": 3.8, "requests": 500}
-_MEDIUM = {"prompt_tokens": (1500, 7500), "requests_per_second": 7.2, "requests": 700}
+_SHORT = PoolLoad(prompt_tokens=(100, 500), requests_per_second=50.0, requests=1500)
+_LONG = PoolLoad(prompt_tokens=(4000, 16_000), requests_per_second=3.0, requests=400)
+_MIXED = PoolLoad(prompt_tokens=(100, 16_000), requests_per_second=3.8, requests=500)
+_MEDIUM = PoolLoad(prompt_tokens=(1500, 7500), requests_per_second=7.2, requests=700)
 
 CASES = (
-    PoolCase(name="skewed, short", model=SKEWED, **_SHORT),
-    PoolCase(name="skewed, long", model=SKEWED, **_LONG),
-    PoolCase(name="skewed, mixed", model=SKEWED, **_MIXED),
-    PoolCase(name="bursts, short", model=BURSTING, **_SHORT),
-    PoolCase(name="bursts, mixed", model=BURSTING, **_MIXED),
-    PoolCase(name="full, medium", model=FULL, **_MEDIUM),
-    PoolCase(name="alike, long", model=ALIKE, **_LONG),
+    PoolCase("skewed, short", SKEWED, _SHORT),
+    PoolCase("skewed, long", SKEWED, _LONG),
+    PoolCase("skewed, mixed", SKEWED, _MIXED),
+    PoolCase("bursts, short", BURSTING, _SHORT),
+    PoolCase("bursts, mixed", BURSTING, _MIXED),
+    PoolCase("full, medium", FULL, _MEDIUM),
+    PoolCase("alike, long", ALIKE, _LONG),
 )
 
 
@@ -64,16 +72,16 @@ def planned(case: PoolCase, seed: int, requests: int) -> tuple[list[Ask], list[f
     chance = Random(f"pool {case.name} {seed}")
     asks, due, at = [], [], 0.0
     for position in range(requests):
-        tokens = chance.randint(*case.prompt_tokens)
+        tokens = chance.randint(*case.load.prompt_tokens)
         # The number in front keeps prompts apart; what a router sees of the rest is its length.
         text = f"{position:08}".ljust(tokens * TOKEN_BYTES, "x")
         asks.append(
             Ask(
                 request=f"pool-{seed}-{position}",
                 prompt=Prompt(msgspec.Raw(msgspec.json.encode(text)), tokens),
-                output_tokens=chance.randint(*case.output_tokens),
+                output_tokens=chance.randint(*case.load.output_tokens),
             )
         )
         due.append(at)
-        at += chance.expovariate(case.requests_per_second)
+        at += chance.expovariate(case.load.requests_per_second)
     return asks, due

@@ -59,7 +59,9 @@ def run(namespace: argparse.Namespace) -> int:
     arms = _arms()
     with termination_interrupts(), Progress(len(cases) * len(seeds) * len(arms), "runs") as progress:
         for case in cases:
-            work = measure(case, arms, seeds, namespace.requests or case.requests, _start, progress.advance)
+            work = measure(
+                case, arms, seeds, namespace.requests or case.load.requests, _start, progress.advance
+            )
             results.append(run_virtually(work))
     if namespace.json is not None:
         namespace.json.write_text(json.dumps(document(results), indent=1) + "\n", encoding="utf-8")
@@ -196,7 +198,7 @@ async def _start(urls: PoolUrls, arm: Arm) -> AsyncIterator[_Running]:
     settings = RouterSettings(
         prefill=urls.prefill,
         decode=urls.decode,
-        transfer_mode=arm.mode,  # type: ignore[arg-type] - it is checked by the settings themselves
+        transfer_mode=arm.mode,
         decode_policy=arm.policy,
         # Every request stands alone here, and nobody dies.
         affinity="off",

@@ -47,6 +47,6 @@ def test_a_seed_decides_the_requests_of_a_case(case) -> None:
     assert planned(case, 1, 50) == (asks, due)
     assert planned(case, 2, 50) != (asks, due)
     assert due == sorted(due)
-    assert all(case.prompt_tokens[0] <= ask.prompt.tokens <= case.prompt_tokens[1] for ask in asks)
+    assert all(case.load.prompt_tokens[0] <= ask.prompt.tokens <= case.load.prompt_tokens[1] for ask in asks)
     assert all(len(ask.prompt.encoded) == 4 * ask.prompt.tokens + 2 for ask in asks)
     assert len({bytes(ask.prompt.encoded)[:16] for ask in asks}) == len(asks)
