@@ -18,7 +18,7 @@ from kvferry.router.errors import Cause, RequestError
 from kvferry.router.legs import Call, DecodeStream, LegError, PrefillAnswer, Reason
 from kvferry.router.openai import Body, Endpoint, decode_body, prefill_body
 from kvferry.router.policy import ModeChoice, transfer_mode
-from kvferry.router.pool import Role, Worker
+from kvferry.router.pool import Pool, Role, Worker
 from kvferry.router.probe import release_body
 from kvferry.router.prompts import Prompt
 from kvferry.router.services import Services
@@ -31,6 +31,21 @@ _BACKOFF_SECONDS_MAX = 1.0
 
 class Again(Exception):
     """The prompt's legs shall be sent anew."""
+
+
+class EarlyChoice:
+    """The decode engine that an early choice takes; None where nothing is chosen, or not by `auto`."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self.worker: Worker | None = None
+
+    def prefilled(self, decode: Worker | None = None) -> None:
+        """Prefill has ended, in a push with a leg at `decode`; note what a late choice is worth beside it."""
+        early = None if self.worker is None else decode or self.worker
+        if early is not None:
+            gain_seconds = self._pool.gain_seconds(early, has_leg=decode is not None)
+            self._pool.late_choice.note(gain_seconds, self._pool.clock())
 
 
 class Attempts:
@@ -47,8 +62,7 @@ class Attempts:
         """The last one, to be told when nothing is left to try."""
         self._tried: set[Worker] = set()
         self._choice = ModeChoice("push", "fixed")
-        self._early: Worker | None = None
-        """The decode engine that an early choice takes, in `auto`."""
+        self.early = EarlyChoice(services.pool)
         self._met = 0
         """Legs in flight at the decode engine when it was chosen."""
         self._before = _continuation(services, prompt)
@@ -87,7 +101,7 @@ class Attempts:
             pool = self.services.pool
             decode = None if self._before is None else self._before.worker(Role.DECODE)
             settled = decode is not None and pool.keeps(decode)
-            self._early = None if settled else pool.next(Role.DECODE)
+            self.early.worker = None if settled else pool.next(Role.DECODE)
             self._choice = transfer_mode(
                 self.prompt.estimated_tokens,
                 pool.queues(Role.DECODE),
@@ -105,12 +119,6 @@ class Attempts:
     def begin(self) -> None:
         """Both roles have an engine for the dispatch whose `mode` was chosen last."""
         self.services.metrics.transfers.labels(self._choice.mode, self._choice.reason).inc()
-
-    def prefilled(self, decode: Worker | None = None) -> None:
-        """Prefill has ended; note what a late choice is worth beside the early one, which a push has made."""
-        pool, early = self.services.pool, decode or self._early
-        if self._early is not None and early is not None:
-            pool.late_choice.note(pool.gain_seconds(early, has_leg=decode is not None), pool.clock())
 
     def waiting(self, worker: Worker) -> AbstractContextManager[None]:
         """For as long as a prefilled prompt waits for a decode engine's answer."""

@@ -126,7 +126,8 @@ class Pool:
         if early not in ready:
             return 0.0
         queues, own = self._queues(ready), ready.index(early)
-        queues[own] = replace(queues[own], in_flight=queues[own].in_flight - has_leg)
+        # Its leg may have ended.
+        queues[own] = replace(queues[own], in_flight=max(queues[own].in_flight - has_leg, 0))
         waits = expected_waits(queues)
         return waits[own] - waits[self._chosen(side, queues)]
 

@@ -35,7 +35,7 @@ async def pull(attempts: Attempts, prefill: Worker) -> Served:
     leg = leg_task(attempts.prefill(prefill, headers, attempts.history() | producing.to_params()))
     try:
         params = await _held(attempts, leg)
-        attempts.prefilled()
+        attempts.early.prefilled()
         decode, answer = await _decode(attempts, headers, params | _ours(producing))
     except BaseException:
         await cancelled(leg)

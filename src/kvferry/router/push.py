@@ -77,12 +77,12 @@ async def _outcome(attempts: Attempts, legs: Legs) -> Body | DecodeStream:
     """Wait for the decode leg, minding what the prefill leg does before."""
     clock = asyncio.get_running_loop().time
     await asyncio.wait({legs.prefill, legs.decode}, return_when=asyncio.FIRST_COMPLETED)
+    attempts.early.prefilled(legs.consumer)
     if legs.decode.done():
         answer = legs.decode.result()
         attempts.waited(legs.consumer, 0.0)
         return answer
     prefilled = clock()
-    attempts.prefilled(legs.consumer)
     with attempts.waiting(legs.consumer):
         patience_seconds = await _after_prefill(attempts, legs)
         await asyncio.wait({legs.decode}, timeout=patience_seconds)

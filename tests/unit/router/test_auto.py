@@ -106,6 +106,15 @@ async def test_what_a_late_choice_gains_is_measured_in_either_mode(mode: str) ->
         assert sum(world.transfers(mode, reason) for reason in ("overlap", "late")) == 1
 
 
+async def test_a_decode_engine_that_answers_before_prefill_has_ended_leaves_the_gain_known() -> None:
+    """Otherwise auto would forget it where push is at its best, and pull."""
+    async with router_world(decode=2, **AUTO) as world:
+        measured(world, 0.001, 0.001, gain=0.001)
+        world.p.plan(Step(gate=asyncio.Event()))
+        await served(world, stream=True)
+        assert world.router.pool.late_choice.worth(world.router.pool.clock()) == pytest.approx(0.00097)
+
+
 async def test_a_fixed_mode_measures_no_gain() -> None:
     async with router_world(decode=2, transfer_mode="pull") as world:
         await served(world, stream=True)

@@ -106,6 +106,7 @@ def test_what_a_late_choice_gains_is_the_early_engines_wait_less_that_of_the_one
         assert made.gain_seconds(early, has_leg=False) == pytest.approx(0.075)
         with early.leg():
             assert made.gain_seconds(early, has_leg=True) == pytest.approx(0.075)
+    assert made.gain_seconds(early, has_leg=True) == 0.0, "the leg has ended"
 
 
 def test_what_a_blind_policy_gains_may_be_less_than_nothing() -> None:
