@@ -101,9 +101,9 @@ class Scheduler:
             else:
                 self.host.turns.arrived(request, request.params)
         elif self.host.producer.expect(request, request.params):
-            wanted = self.host.turns.wanted(request)
-            if wanted is not None:
-                self.host.consumer.announce(request, wanted)
+            history = self.host.turns.wanted(request)
+            if history is not None:
+                self.host.consumer.announce(request, history)
         self.requests[request.name] = request
         self._waiting.append(request)
 
