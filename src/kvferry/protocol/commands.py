@@ -129,9 +129,9 @@ class AnnounceCommand(Command, frozen=True):
 class Receive(Command, frozen=True):
     """Destination memory for tokens `[start, stop)` is allocated. `groups` cover exactly that range.
 
-    `mode` says who moves the bytes: `push` has the producer write them, with `pull` we read them. A reader
-    that is not `patient` knows that prefill has ended: a producer that does not know of it never will. One
-    that is `recent` has heard of the transfer just now: its producer may not have been told yet.
+    `mode` says who moves the bytes: `push` has the producer write them, with `pull` we read them. Who is not
+    `patient` knows that prefill has ended: a producer that does not know of it never will. Who is `recent`
+    has heard of the transfer just now: its producer may not have been told yet.
     """
 
     transfer: TransferId

@@ -125,7 +125,7 @@ def status(state: ConsumerState, name: PeerName, message: Status, now: float) ->
                 wanted.append((*row.key, row.attempt))
         elif now >= row.waiting_since + state.limits.unknown_seconds:
             fences.fail(state, row, UNKNOWN, now)
-        elif row.recent and not row.is_waited_for(state.limits, now):
+        elif not row.patient and now >= row.waiting_since + state.limits.renew_seconds:
             # One such answer may be older than our registration; by now there were two.
             fences.fail(state, row, UNKNOWN, now)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvferry.ids import ConsumerId, EngineId, PeerName, TransferId
@@ -457,6 +458,16 @@ def test_unknown_is_tolerated_while_the_prefill_leg_may_be_on_its_way() -> None:
         cancelling(P0, "unknown_transfer"),
         cancelling(P1, "unknown_transfer"),
     ]
+
+
+def test_after_prefill_unknown_is_tolerated_once_and_not_for_long() -> None:
+    """V01: no other leg is on its way; a first answer may be older than the registration."""
+    rank = Rank(unknown_seconds=30.0, renew_seconds=2.0)
+    rank.command(msgspec.structs.replace(receive(), patient=False))
+    rank.now = 1.9
+    assert rank.hear(status("unknown", mark=MARK + 1)) == [registered(mark=MARK + 1)]
+    rank.now = 2.0
+    assert rank.hear(status("unknown")) == [cancelling(P0, "unknown_transfer")]
 
 
 def test_a_status_that_names_one_transfer_many_times_is_answered_with_one_registration() -> None:
