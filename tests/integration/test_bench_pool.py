@@ -1,4 +1,4 @@
-"""`kvferry bench pool` on two of its cases at full length: auto holds its bound, and each mode wins somewhere.
+"""`kvferry bench pool`, two of its cases at full length: auto holds its bound, and each mode wins somewhere.
 
 Virtual time and one seed: every run finds the same figures.
 """
