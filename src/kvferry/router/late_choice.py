@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvferry.router.pace import FRESH_SECONDS
 
 _WEIGHT = 0.03
-"""Of the newest observation in the mean: most gain nothing, few a lot."""
+"""Of the newest observation in the mean: most gain nothing, few a lot. The first ones weigh the same each."""
 
 
 @dataclass(slots=True)
@@ -20,12 +20,13 @@ class LateChoice:
     """A moving mean of gains, forgotten when nothing new comes."""
 
     _seconds: float = 0.0
+    _count: int = 0
     _until: float | None = None
 
     def note(self, seconds: float, now: float) -> None:
         """One more prompt's late choice was worth so much; less than 0 where it was the worse one."""
-        weight = 1.0 if self.worth(now) is None else _WEIGHT
-        self._seconds += weight * (seconds - self._seconds)
+        self._count = 1 if self.worth(now) is None else self._count + 1
+        self._seconds += max(_WEIGHT, 1 / self._count) * (seconds - self._seconds)
         self._until = now + FRESH_SECONDS
 
     def worth(self, now: float) -> float | None:

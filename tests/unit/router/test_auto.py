@@ -112,7 +112,7 @@ async def test_a_decode_engine_that_answers_before_prefill_has_ended_leaves_the_
         measured(world, 0.001, 0.001, gain=0.001)
         world.p.plan(Step(gate=asyncio.Event()))
         await served(world, stream=True)
-        assert world.router.pool.late_choice.worth(world.router.pool.clock()) == pytest.approx(0.00097)
+        assert world.router.pool.late_choice.worth(world.router.pool.clock()) == pytest.approx(0.0005)
 
 
 async def test_a_fixed_mode_measures_no_gain() -> None:

@@ -25,6 +25,14 @@ def test_one_great_gain_among_many_of_nothing_changes_little() -> None:
     assert gains.worth(0.0) == pytest.approx(0.03)
 
 
+def test_the_first_ones_weigh_the_same() -> None:
+    """A great gain while nothing is known yet is not remembered for long."""
+    gains = LateChoice()
+    for number in range(10):
+        gains.note(0.0 if number else 1.0, 0.0)
+    assert gains.worth(0.0) == pytest.approx(0.1)
+
+
 def test_many_gains_are_what_it_comes_to() -> None:
     gains = LateChoice()
     for number in range(200):
