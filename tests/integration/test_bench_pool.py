@@ -1,4 +1,4 @@
-"""`kvferry bench pool`, two of its cases at full length: auto holds its bound, and each mode wins somewhere.
+"""`kvferry bench pool` on two of its cases: auto holds its bound, and each mode wins somewhere.
 
 Virtual time and one seed: every run finds the same figures.
 """
@@ -13,7 +13,7 @@ import pytest
 
 from kvferry.cli import main
 
-ROOM, FULL = "skewed, short", "full, medium"
+ROOM, FULL = "skewed, long", "full, medium"
 
 
 def p95(milliseconds: list[float]) -> float:
