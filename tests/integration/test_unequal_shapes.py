@@ -1,4 +1,4 @@
-"""Prefill and decode engines of unlike shape, and models of other kinds.
+"""Prefill and decode engines of unlike shape, and a model with sliding windows.
 
 Every answer equals that of one engine with one rank, which has computed it alone.
 """
@@ -6,13 +6,12 @@ Every answer equals that of one engine with one rank, which has computed it alon
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.live import Client, Live, arguments, completion, live, make_deployment, run
-from tests.support.tiny_models import write_latent_model, write_windowed_model
+from tests.support.tiny_models import write_windowed_model
 
 ROOT = Path(__file__).parents[2]
 POLITE = ROOT / "tests" / "support" / "polite_queue"
@@ -22,7 +21,6 @@ TWO_STAGES = (
     *("--worker-cls", "tests.support.pipeline_worker.PipelineWorker"),
 )
 SMALL_BLOCKS = ("--block-size", "64")
-LATENT = ("--attention-backend", "CPU_MLA")
 
 
 BUSY = {"PYTHONPATH": os.pathsep.join((str(POLITE), str(ROOT), os.environ.get("PYTHONPATH", "")))}
@@ -67,37 +65,22 @@ def test_answers_are_those_of_one_engine(
 
 
 @pytest.mark.timeout(420)
-@pytest.mark.parametrize(
-    ("write", "prefill", "lengths"),
-    [
-        pytest.param(
-            lambda directory: write_windowed_model(directory, WINDOW),
-            SMALL_BLOCKS,
-            (20, 200, 265, 328, 329, 1500),
-            id="sliding windows, blocks of 64 to 128",
-        ),
-        pytest.param(write_latent_model, (*TWO_RANKS, *LATENT), (20, 17, 700), id="mla, tp2 to tp1"),
-    ],
-)
-def test_other_kinds_of_attention(
-    tmp_path: Path, write: Callable[[Path], None], prefill: tuple[str, ...], lengths: tuple[int, ...]
-) -> None:
-    """V11, V14: layers with a window hand that over, MLA's latents are sent by one of their replicas.
+def test_layers_with_a_sliding_window(tmp_path: Path) -> None:
+    """V13, V14: two cache groups, blocks of 64 tokens to 128; prompts shorter and longer than the window.
 
     The decode engine has no prefix cache, so that asked without a router it computes the whole prompt itself.
     Twice through the router, the second time the prefill engine finds the prompt in its own cache.
     """
-    write(tmp_path / "model")
+    write_windowed_model(tmp_path / "model", WINDOW)
     deployment = make_deployment(
         tmp_path / "model",
         tmp_path,
         reference=False,
-        prefill_arguments=arguments(*prefill),
-        decode_arguments=arguments("--no-enable-prefix-caching", *(LATENT if LATENT[0] in prefill else ())),
-        environment=BUSY,
+        prefill_arguments=arguments(*SMALL_BLOCKS),
+        decode_arguments=arguments("--no-enable-prefix-caching"),
     )
     with live(deployment) as pair:
-        bodies = [completion(pair.prompt(length), max_tokens=12) for length in lengths]
+        bodies = [completion(pair.prompt(length), max_tokens=12) for length in (20, 200, 265, 328, 329, 1500)]
 
         async def work(client: Client) -> None:
             for body in bodies:
