@@ -118,6 +118,7 @@ def test_a_streamed_turn_is_asked_about(both_ways: Live, engines: Live) -> None:
     run(work)
 
 
+@pytest.mark.long
 def test_nothing_is_kept_for_longer_than_its_time(both_ways: Live) -> None:
     """P63: what nobody came for goes back, and each hold has ended under one name."""
     router = both_ways.endpoints.router

@@ -31,9 +31,9 @@ WINDOW = 200
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     [
-        pytest.param(TWO_RANKS, SMALL_BLOCKS, id="tp2 to tp1"),
+        pytest.param(TWO_RANKS, SMALL_BLOCKS, id="tp2 to tp1", marks=pytest.mark.long),
         pytest.param(SMALL_BLOCKS, TWO_RANKS, id="tp1 to tp2"),
-        pytest.param(TWO_STAGES, (), id="pp2 to tp1"),
+        pytest.param(TWO_STAGES, (), id="pp2 to tp1", marks=pytest.mark.long),
         pytest.param(TWO_RANKS, TWO_RANKS, id="tp2 to tp2", marks=pytest.mark.long),
     ],
 )

@@ -134,6 +134,19 @@ def test_cascade_attention_is_refused():
         read_facts(given, caches(FULL))
 
 
+@pytest.mark.parametrize(("device", "mla"), [("cpu", True), ("cpu", False), ("cuda", True)])
+def test_a_prefill_that_ignores_what_is_cached_is_refused(device, mla):
+    """vLLM's MLA on the CPU: its answers over received KV were wrong, and nothing said so."""
+    given = config()
+    given.device_config = SimpleNamespace(device_type=device)
+    given.model_config.use_mla = mla
+    if device == "cpu" and mla:
+        with pytest.raises(UsageError, match="on accelerators only"):
+            read_facts(given, caches(FULL))
+    else:
+        assert read_facts(given, caches(FULL)).tp == 2
+
+
 @pytest.mark.parametrize(
     ("parallel", "watched"),
     [
