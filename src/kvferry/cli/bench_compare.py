@@ -101,6 +101,8 @@ def run(namespace: argparse.Namespace) -> int:
             if results.runs:
                 write_report(results)
                 print(f"stopped; what is done stands in {namespace.output}, the same command goes on")
+            else:
+                print("stopped before a cell was measured; the same command begins anew")
             raise
     return _conclude(write_report(results), namespace.output, missing)
 
@@ -115,7 +117,10 @@ def read_options(namespace: argparse.Namespace, minutes: float) -> tuple[Options
     from kvferry.bench.grid import GRIDS, parse_cells  # noqa: PLC0415
     from kvferry.bench.plan import Options  # noqa: PLC0415
     from kvferry.cli.bench_engines import Emulation  # noqa: PLC0415 - needs what the emulator needs
+    from kvferry.emulator.presets import preset_of  # noqa: PLC0415
 
+    # Before anything is written: what a directory holds must be given again to go on there.
+    preset_of(namespace.preset).shape.scaled_head_elements(namespace.content_scale)
     for name in ("repeats", "output_tokens", "chunk_tokens", "content_scale", "kv_cache_mib"):
         value = getattr(namespace, name)
         if value is not None and value < 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--random-input-len", type=int, default=1024, metavar="N", help="tokens (default: %(default)s)")
     add("--random-output-len", type=int, default=128, metavar="N", help="tokens (default: %(default)s)")
     add("--prompt-kind", choices=("tokens", "text"), default="tokens", help="default: %(default)s")
-    add("--vocabulary", default="1000:30000", metavar="FIRST:END", help="token ids (default: %(default)s)")
+    add(
+        "--vocabulary",
+        default="1000:30000",
+        metavar="FIRST:END",
+        help="token ids of prompts, within the model's vocabulary (default: %(default)s)",
+    )
     add("--seed", type=int, default=0, metavar="N", help="of prompts and moments (default: %(default)s)")
     add("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="vLLM's key (default: on)")
     add("--extra-body", default="{}", metavar="JSON", help="more keys for every request's body")
@@ -170,7 +176,17 @@ def lines(load: Load, told: dict[str, Any]) -> list[str]:
 
 
 def _failures(load: Load) -> list[str]:
+    """Each kind once, with its first example: those that differ in numbers only are of one kind."""
     counts: dict[str, int] = {}
+    examples: dict[str, str] = {}
     for record in load.failures:
-        counts[str(record.error)] = counts.get(str(record.error), 0) + 1
-    return [f"failed {count} x: {error}" for error, count in sorted(counts.items(), key=lambda one: -one[1])]
+        kind = re.sub(r"\d+", "0", str(record.error))
+        counts[kind] = counts.get(kind, 0) + 1
+        examples.setdefault(kind, str(record.error))
+    lines = [
+        f"failed {count} x: {examples[kind]}"
+        for kind, count in sorted(counts.items(), key=lambda one: -one[1])
+    ]
+    if any("vocabulary" in error for error in examples.values()):
+        lines.append("this model has fewer token ids: give those of the prompts with --vocabulary FIRST:END")
+    return lines

@@ -63,6 +63,8 @@ def test_emulator_options_are_part_of_what_is_measured() -> None:
         (["--cell-seconds", "1"], "--cell-seconds must be at least 3, not 1"),
         (["--cell-seconds", "300"], "--cell-seconds 300 makes about "),
         (["--emulator", "x"], "--emulator is not JSON: "),
+        (["--preset", "nope"], "preset 'nope' is unknown; choose one of "),
+        (["--content-scale", "3"], "content_scale 3 does not divide heads of "),
         (["--chunk-tokens", "0"], "--chunk-tokens must be at least 1, not 0"),
         (["--report-only"], "out holds no comparison: there is no plan.json"),
     ],
