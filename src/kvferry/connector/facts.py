@@ -130,11 +130,11 @@ def _refuse_unsupported(vllm_config: Any) -> None:
             raise UsageError(f"{flag} is {getattr(parallel, field)}; FerryConnector works with 1")
     device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
     if device == "cpu" and getattr(vllm_config.model_config, "use_mla", False):
-        # Its prefill looks at none of the tokens that are in the cache. vLLM turns its own prefix cache
-        # off there; a prompt's last token, computed over received KV, would be computed over nothing.
+        # vLLM turns its own prefix cache and chunked prefill off there. Its answers over a prompt of which a
+        # part is in the cache differ from those over one that it computes at once, in one engine alone, too.
         raise UsageError(
-            "vLLM's MLA on the CPU computes a prompt without the KV that is already there, so what is handed "
-            "over would be ignored; FerryConnector carries MLA on accelerators only"
+            "vLLM's MLA on the CPU does not answer over KV that is already there as over a prompt that it "
+            "has computed; FerryConnector carries MLA on accelerators only"
         )
     if not getattr(vllm_config.model_config, "disable_cascade_attn", True):
         # Cascade attention takes a block's reference count for the number of requests that share it, and

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from kvferry.cli import bench_serve
 from kvferry.cli import main as cli
 from tests.support.stub_openai import StubOpenAI
 
@@ -38,9 +40,19 @@ def test_a_failed_request_fails_the_command_and_says_why(capsys: pytest.CaptureF
         stub.status = 503
         assert serve(stub.url) == 1
     out = capsys.readouterr().out.splitlines()
-    assert out[0].startswith("failed 4 x: http://127.0.0.1"), "they differ in their ids only"
+    failed = [line for line in out if line.startswith("failed ")]
+    assert sum(int(line.split()[1]) for line in failed) == 4
     assert "answered 503" in out[0]
     assert out[-1].startswith("0 of 4 requests answered in ")
+
+
+def test_failures_that_differ_in_a_number_are_told_once_with_the_flag_that_helps() -> None:
+    errors = [f"Token id {number} is out of vocabulary" for number in (29952, 7)]
+    load = SimpleNamespace(failures=[SimpleNamespace(error=error) for error in [*errors, "no answer"]])
+    first, second, hint = bench_serve._failures(load)
+    assert first == "failed 2 x: Token id 29952 is out of vocabulary"
+    assert second == "failed 1 x: no answer"
+    assert "--vocabulary FIRST:END" in hint
 
 
 def test_only_the_metrics_that_are_asked_for_are_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,7 +135,7 @@ def test_cascade_attention_is_refused():
 
 
 @pytest.mark.parametrize(("device", "mla"), [("cpu", True), ("cpu", False), ("cuda", True)])
-def test_a_prefill_that_ignores_what_is_cached_is_refused(device, mla):
+def test_attention_that_answers_otherwise_over_what_is_cached_is_refused(device, mla):
     """vLLM's MLA on the CPU: its answers over received KV were wrong, and nothing said so."""
     given = config()
     given.device_config = SimpleNamespace(device_type=device)
