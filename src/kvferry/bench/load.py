@@ -48,7 +48,8 @@ class LoadLimits:
 @asynccontextmanager
 async def client() -> AsyncIterator[aiohttp.ClientSession]:
     """The HTTP session of a load: as many connections as it wants, and no bounds but those of requests."""
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0)
+    # A server closes an idle connection (vLLM's after 5 s); a request on its way meanwhile is lost.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
     async with aiohttp.ClientSession(
         connector=connector, timeout=aiohttp.ClientTimeout(total=None), read_bufsize=1 << 20
     ) as session:
