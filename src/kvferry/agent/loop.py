@@ -24,7 +24,6 @@ from kvferry.agent.posting import Posts
 from kvferry.agent.stats import Stats
 from kvferry.errors import PeerError, TransportError
 from kvferry.ids import PeerName
-from kvferry.layout.plan import CopyPlan
 from kvferry.layout.spec import CacheSpec
 from kvferry.protocol.codec import Decoder, Encoder
 from kvferry.protocol.commands import Command, Received, Result, Source
@@ -130,6 +129,8 @@ class Loop:
         self._due_at = clock()
         self._posts_on = False
         """Whether there may be more to post than the last step has posted."""
+        self._read_last = False
+        """Whether it was the READs' turn last."""
 
     @property
     def quiet(self) -> bool:
@@ -277,21 +278,27 @@ class Loop:
     def _post(self) -> None:
         until = self._clock() + POSTING_SECONDS
         self._posts_on = False
-        while not self._closing and (piece := self.producer.next_slice(self._clock())) is not None:
-            self._post_one(self._writes, piece, self._peers.plan_for(piece.peer))
-            if self._clock() >= until:
-                self._posts_on = True
-                return
-        while not self._closing and (piece := self.consumer.reader.next_slice(self._clock())) is not None:
-            self._post_one(self._reads, piece, self._peers.plan_for(piece.peer, read=True))
+        while not self._closing and (piece := self._next_slice()) is not None:
+            self._post_one(piece)
             if self._clock() >= until:
                 self._posts_on = True
                 return
 
-    def _post_one(self, posts: Posts, piece: PostSlice, plan: CopyPlan) -> None:
+    def _next_slice(self) -> PostSlice | None:
+        """The next WRITE or READ: they take turns, or an engine of both roles would read only when it is idle."""
+        for _ in range(2):
+            self._read_last = not self._read_last
+            source = self.consumer.reader if self._read_last else self.producer
+            piece = source.next_slice(self._clock())
+            if piece is not None:
+                return piece
+        return None
+
+    def _post_one(self, piece: PostSlice) -> None:
         if self._before_post is not None:
             self._before_post()
-        lost = posts.post(piece, plan, self._clock)
+        posts = self._reads if piece.read else self._writes
+        lost = posts.post(piece, self._peers.plan_for(piece.peer, read=piece.read), self._clock)
         if lost is not None:
             self._peers.lose([(piece.peer, str(lost))])
 

@@ -45,6 +45,8 @@ def next_slice(state: ProducerState, now: float) -> PostSlice | None:
             if row is not None and delivery is not None:
                 posted = _postable(state, row, delivery, lane, now)
                 if posted is not None:
+                    # Peers take turns, too.
+                    state.lanes[peer] = state.lanes.pop(peer)
                     return _post(state, row, delivery, posted, lane, now)
             del turns.ready[name]
     return None

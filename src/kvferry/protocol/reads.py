@@ -174,6 +174,8 @@ def next_slice(state: ConsumerState, now: float) -> PostSlice | None:
             row, part = _named(state, peer, key)
             posted = None if row is None or part is None else _readable(state, row, part, now)
             if row is not None and part is not None and posted is not None:
+                # Peers take turns, too.
+                state.turns[peer] = state.turns.pop(peer)
                 return _post(state, row, part, posted, turns, now)
             del turns.ready[key]
         farewells.tidy(state, peer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.agent.loop import Close
+from kvferry.agent.loop import POSTING_SECONDS, Close
 from kvferry.ids import ConsumerId, TransferId
 from kvferry.protocol.commands import (
     AnnounceCommand,
@@ -23,7 +23,7 @@ from kvferry.transport.faults import Link, MessageFault, PostFault
 from kvferry.transport.memory import Traffic
 from tests.support.ranks import BLOCK_TOKENS, TestRank, World, prefill, receive, source_of
 
-T1 = TransferId("transfer-0001")
+T1, T2 = TransferId("transfer-0001"), TransferId("transfer-0002")
 R1 = ConsumerId("r1")
 
 
@@ -97,6 +97,21 @@ def test_slices_are_several_in_flight_and_bounded() -> None:
     assert most == 3
     assert consumer.stats.posted_slices == 8
     assert_copied(producer, consumer, {n: 20 + n for n in range(16)})
+
+
+def test_an_engine_of_both_roles_reads_while_it_writes() -> None:
+    """The time of a step ends with its first post here, and each post ends at once: there is always one more."""
+    world = World(small(in_flight_per_peer=100))
+    one, other = pair(world)
+    other.loop._before_post = lambda: world.clock.advance(POSTING_SECONDS)
+    one.do(*prefill(T1, range(32), 32 * BLOCK_TOKENS))
+    other.do(*prefill(T2, range(32), 32 * BLOCK_TOKENS))
+    one.do(receive(T2, "r2", source_of(other, 2), range(32, 64), 32 * BLOCK_TOKENS))
+    other.do(pull(one, range(32, 64), 32 * BLOCK_TOKENS))
+    world.until(lambda: one.of(Received) or other.of(Received))
+    half = 16 * one.cache.groups[0].block_bytes
+    assert min(other.stats.bytes_posted, other.stats.bytes_read) >= half
+    world.until(lambda: one.of(Received) and other.of(Received))
 
 
 def test_an_abort_waits_for_our_own_read_and_for_nobody_else() -> None:

@@ -335,6 +335,21 @@ def test_transfers_take_turns_and_what_is_in_flight_is_bounded() -> None:
     assert rank.core.in_flight() == 2
 
 
+def test_peers_take_turns_where_each_slice_ends_at_once() -> None:
+    """Otherwise the peer that was linked first has all of the agent's time for as long as it wants slices."""
+    rank = Rank()
+    rank.command(*computed(400), *computed(400, U, 300))
+    rank.hear(register(400))
+    rank.hear(register(400, transfer=U), D1)
+    order = []
+    for _ in range(6):
+        piece = rank.core.next_slice(rank.now)
+        assert piece is not None
+        order.append(piece.peer)
+        rank.done(piece.slice)
+    assert order == [D0, D1] * 3
+
+
 def test_a_turn_of_a_transfer_that_has_ended_meanwhile_is_skipped() -> None:
     """A renewal asks for a turn while the lane is full, and the last slice ends before the turn comes."""
     rank = Rank(in_flight_per_peer=1)

@@ -346,6 +346,20 @@ def test_receptions_from_one_peer_take_turns() -> None:
     assert order == [U, T, T, T, T, T], "the one with least left comes first"
 
 
+def test_producer_ranks_take_turns_where_each_slice_ends_at_once() -> None:
+    rank = Rank(TWO)
+    rank.command(pull(40))
+    rank.hear(offer(40))
+    rank.hear(offer(40), P1)
+    order = []
+    for _ in range(6):
+        piece = rank.core.reader.next_slice(rank.now)
+        assert piece is not None
+        order.append(piece.peer)
+        rank.done(piece.slice)
+    assert order == [P0, P1] * 3
+
+
 def test_every_producer_rank_has_to_be_read() -> None:
     """P42: each is let go as soon as it was."""
     rank = Rank(TWO)
