@@ -285,7 +285,7 @@ class Loop:
                 return
 
     def _next_slice(self) -> PostSlice | None:
-        """The next WRITE or READ: they take turns, or an engine of both roles would read only when it is idle."""
+        """The next WRITE or READ. They take turns, or an engine of both roles would read only when idle."""
         for _ in range(2):
             self._read_last = not self._read_last
             source = self.consumer.reader if self._read_last else self.producer

@@ -7,7 +7,6 @@ nothing is scanned while nothing changes, however many transfers wait.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 from kvferry.ids import PeerName
@@ -15,7 +14,7 @@ from kvferry.protocol import settle
 from kvferry.protocol.messages import Landed, Written
 from kvferry.protocol.outputs import BlockArray, Disconnect, PostSlice
 from kvferry.protocol.reasons import POST_FAILED, coded
-from kvferry.protocol.slices import Posted, covering, cut_last, is_one_run
+from kvferry.protocol.slices import Posted, covering, cut_last, slice_size
 from kvferry.protocol.sources import Delivery, Lane, ProducerState, RegistrationName, SourceRow
 from kvferry.protocol.states import DELIVERY, DeliveryEvent, DeliveryState, SourceState
 
@@ -74,20 +73,13 @@ def _postable(
         return None
     if delivery.behind:
         return None
-    grain = math.lcm(*state.block_tokens, *lane.facts.block_tokens)
-    slice_tokens = max(_slice_tokens(state, row, delivery, lane) // grain, 1) * grain
-    return delivery.next_range(row.frontier, slice_tokens, grain)
+    stop = min(row.frontier, delivery.stop)
 
+    def blocks(longer: Posted) -> tuple[BlockArray, ...]:
+        return *_source_blocks(state, row, delivery, longer), *_target_blocks(lane, delivery, longer)
 
-def _slice_tokens(state: ProducerState, row: SourceRow, delivery: Delivery, lane: Lane) -> int:
-    """The most tokens of the next slice: more where its blocks follow each other on both sides."""
-    facts = lane.facts
-    stop = min(delivery.next_token + facts.joined_tokens, row.frontier, delivery.stop)
-    if stop <= delivery.next_token + facts.slice_tokens:
-        return facts.slice_tokens
-    longer = Posted(delivery.next_token, stop, 0)
-    cuts = (*_source_blocks(state, row, delivery, longer), *_target_blocks(lane, delivery, longer))
-    return facts.joined_tokens if all(map(is_one_run, cuts)) else facts.slice_tokens
+    size = slice_size(lane.facts, state.block_tokens, delivery.next_token, stop, blocks)
+    return delivery.next_range(row.frontier, *size)
 
 
 def stand_behind(state: ProducerState, delivery: Delivery, now: float) -> None:

@@ -25,8 +25,8 @@ from kvferry.protocol.slices import (
     cut_last,
     expanded,
     first_token,
-    is_one_run,
     listed_from,
+    slice_size,
 )
 from kvferry.protocol.states import PART, PartEvent, PartState
 from kvferry.protocol.turns import Turns
@@ -200,21 +200,13 @@ def _readable(state: ConsumerState, row: Reception, part: Part, now: float) -> P
         return None
     if not now < part.keep_until or now < reading.retry_at:
         return None
-    grain = math.lcm(*state.block_tokens, *part.link.block_tokens)
-    slice_tokens = max(_slice_tokens(state, part, reading) // grain, 1) * grain
-    return reading.next_range(slice_tokens, grain)
 
+    def blocks(longer: Posted) -> tuple[BlockArray, ...]:
+        source = _cut(reading, reading.source_blocks, part.link.block_tokens, longer)
+        return *source, *_cut(reading, reading.target_blocks, state.block_tokens, longer)
 
-def _slice_tokens(state: ConsumerState, part: Part, reading: Reading) -> int:
-    """The most tokens of the next slice: more where its blocks follow each other on both sides."""
-    link, start = part.link, reading.next_token
-    stop = min(start + link.joined_tokens, reading.stop)
-    if stop <= start + link.slice_tokens:
-        return link.slice_tokens
-    longer = Posted(start, stop, 0)
-    source = _cut(reading, reading.source_blocks, link.block_tokens, longer)
-    target = _cut(reading, reading.target_blocks, state.block_tokens, longer)
-    return link.joined_tokens if all(map(is_one_run, (*source, *target))) else link.slice_tokens
+    size = slice_size(part.link, state.block_tokens, reading.next_token, reading.stop, blocks)
+    return reading.next_range(*size)
 
 
 def _cut(

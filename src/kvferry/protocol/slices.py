@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from array import array
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvferry.protocol.outputs import BlockArray
+from kvferry.protocol.outputs import BlockArray, Link, PeerFacts
 
 
 @dataclass(slots=True)
@@ -15,6 +17,25 @@ class Posted:
     start: int
     stop: int
     attempt: int
+
+
+def slice_size(
+    peer: PeerFacts | Link,
+    block_tokens: tuple[int, ...],
+    start: int,
+    stop: int,
+    blocks: Callable[[Posted], Iterable[BlockArray]],
+) -> tuple[int, int]:
+    """The most tokens of the next slice of `[start, stop)`, and the block size in which both sides are cut.
+
+    More where all blocks follow each other on both sides: `blocks` gives those of a slice, of every group and
+    side. `block_tokens` are our own block sizes.
+    """
+    grain = math.lcm(*block_tokens, *peer.block_tokens)
+    most, longer = peer.slice_tokens, min(start + peer.joined_tokens, stop)
+    if longer > start + most and all(map(is_one_run, blocks(Posted(start, longer, 0)))):
+        most = peer.joined_tokens
+    return max(most // grain, 1) * grain, grain
 
 
 def blocks_covering(start: int, stop: int, block_tokens: int) -> tuple[int, int]:

@@ -100,7 +100,7 @@ def test_slices_are_several_in_flight_and_bounded() -> None:
 
 
 def test_an_engine_of_both_roles_reads_while_it_writes() -> None:
-    """The time of a step ends with its first post here, and each post ends at once: there is always one more."""
+    """A step has time for one post here, and each post ends at once: there is always one more."""
     world = World(small(in_flight_per_peer=100))
     one, other = pair(world)
     other.loop._before_post = lambda: world.clock.advance(POSTING_SECONDS)
