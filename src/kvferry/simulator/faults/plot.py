@@ -8,8 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from random import Random
 
+from kvferry.simulator.faults.levers import Levers
+from kvferry.simulator.faults.partners import partner
 from kvferry.simulator.faults.subject import Subject
+from kvferry.simulator.world.router import Dispatch, Leg
 from kvferry.transport.memory import PostFault, Traffic
 
 LOOK_SECONDS = 0.003
@@ -130,3 +134,25 @@ class Plot(Subject):
         """From a moment to just past the end of a permission."""
         longest = self.limits.write_seconds + 1.0
         return self.random.choice((0.02, 0.1, 0.5, longest)) * (0.1 + 0.9 * self.random.random())
+
+
+def when_met(
+    levers: Levers,
+    random: Random,
+    dispatch: Dispatch,
+    wanted: Callable[[Leg], bool],
+    begin: Callable[[Plot], object],
+    looks_left: int = LOOKS_MAX,
+) -> None:
+    """Begin the plot of a transfer once it has both legs, aimed at the first decode leg that is wanted."""
+    world = levers.world
+    producer = world.engines.get(dispatch.item.producer)
+    if not looks_left or world.healed_at is not None or producer is None or dispatch.cancelled:
+        return
+    decode = next(filter(wanted, dispatch.decodes), None)
+    if decode is None or not dispatch.prefills:
+        world.later(LOOK_SECONDS, lambda: when_met(levers, random, dispatch, wanted, begin, looks_left - 1))
+        return
+    tp = random.randrange(len(producer.ranks))
+    target = partner(producer, tp, decode.engine)
+    begin(Plot(levers, random, dispatch, decode.index, producer, producer.ranks[tp], target))

@@ -11,9 +11,7 @@ from random import Random
 
 from kvferry.simulator.faults.breakages import Breakages
 from kvferry.simulator.faults.levers import Levers
-from kvferry.simulator.faults.partners import partner
-from kvferry.simulator.faults.plot import LOOK_SECONDS, LOOKS_MAX, Plot
-from kvferry.simulator.world.router import Dispatch
+from kvferry.simulator.faults.plot import LOOKS_MAX, Plot, when_met
 
 PREEMPTIONS = 2
 """Weight of the plot that seldom comes off."""
@@ -28,22 +26,13 @@ EDGE_SECONDS = 0.002
 
 def late_write(levers: Levers, random: Random) -> None:
     """Let writes of the next transfer be late, and something else happen to it meanwhile."""
-    levers.world.router.plots.append(lambda dispatch: _begin(levers, random, dispatch))
+    levers.world.router.plots.append(
+        lambda dispatch: when_met(levers, random, dispatch, lambda leg: leg.engine.alive, _begin)
+    )
 
 
-def _begin(levers: Levers, random: Random, dispatch: Dispatch, looks_left: int = LOOKS_MAX) -> None:
-    """Wait until the transfer has both of its legs."""
-    world = levers.world
-    producer = world.engines.get(dispatch.item.producer)
-    if not looks_left or world.healed_at is not None or producer is None or dispatch.cancelled:
-        return
-    decode = next((leg for leg in dispatch.decodes if leg.engine.alive), None)
-    if decode is None or not dispatch.prefills:
-        world.later(LOOK_SECONDS, lambda: _begin(levers, random, dispatch, looks_left - 1))
-        return
-    tp = random.randrange(len(producer.ranks))
-    target = partner(producer, tp, decode.engine)
-    plot = Plot(levers, random, dispatch, decode.index, producer, producer.ranks[tp], target)
+def _begin(plot: Plot) -> None:
+    producer, random = plot.producer, plot.random
     plots = _PLOTS | (_OF_LONG_PREFILLS if plot.is_long else {})
     names = sorted(plots) + PREEMPTIONS * [name for name in ("preempt",) if name in plots]
     if _has_edge(plot):

@@ -11,9 +11,8 @@ from random import Random
 
 from kvferry.simulator.faults.breakages import Breakages
 from kvferry.simulator.faults.levers import Levers
-from kvferry.simulator.faults.partners import partner
-from kvferry.simulator.faults.plot import LOOK_SECONDS, LOOKS_MAX, Plot
-from kvferry.simulator.world.router import Dispatch
+from kvferry.simulator.faults.plot import Plot, when_met
+from kvferry.simulator.world.router import Dispatch, Leg
 from kvferry.transport.memory import Traffic
 
 MANY = 40
@@ -27,33 +26,22 @@ SELDOM = 20
 
 def late_read(levers: Levers, random: Random) -> None:
     """Let the next transfer that is read be read late, and something else happen to it meanwhile."""
-    levers.world.router.reading_plots.append(lambda dispatch: _begin(levers, random, dispatch))
 
+    def is_reading(leg: Leg, dispatch: Dispatch) -> bool:
+        return leg.engine.alive and leg.index is not None and dispatch.item.mode(leg.index) == "pull"
 
-def _begin(levers: Levers, random: Random, dispatch: Dispatch, looks_left: int = LOOKS_MAX) -> None:
-    """Wait until the transfer has both of its legs."""
-    world = levers.world
-    producer = world.engines.get(dispatch.item.producer)
-    if not looks_left or world.healed_at is not None or producer is None or dispatch.cancelled:
-        return
-    reading = (
-        leg
-        for leg in dispatch.decodes
-        if leg.engine.alive and leg.index is not None and dispatch.item.mode(leg.index) == "pull"
+    levers.world.router.reading_plots.append(
+        lambda dispatch: when_met(levers, random, dispatch, lambda leg: is_reading(leg, dispatch), _begin)
     )
-    decode = next(reading, None)
-    if decode is None or not dispatch.prefills:
-        world.later(LOOK_SECONDS, lambda: _begin(levers, random, dispatch, looks_left - 1))
-        return
-    tp = random.randrange(len(producer.ranks))
-    target = partner(producer, tp, decode.engine)
-    plot = Plot(levers, random, dispatch, decode.index, producer, producer.ranks[tp], target)
+
+
+def _begin(plot: Plot) -> None:
     names = [*sorted(_PLOTS), "offer of before"]
     if _outlives(plot):
         names += COINCIDENCES * ["asleep", "offer late", "unheard"]
         if plot.limits.silence_seconds > _lease_seconds(plot):
             names += SELDOM * ["unheard"]
-    _PLOTS[random.choice(names)](plot)
+    _PLOTS[plot.random.choice(names)](plot)
 
 
 def _outlives(plot: Plot) -> bool:
