@@ -23,6 +23,8 @@ from kvferry.errors import UsageError
 IN_FLIGHT_MAX = 4096
 """Without a limit of their own, requests beyond so many are recorded as failed and not sent."""
 REQUEST_SECONDS_MAX = 600.0
+IDLE_CONNECTION_SECONDS = 2.0
+"""A server closes an idle connection, vLLM's after 5 s; a request that is on its way then is lost."""
 _DIGITS = 6
 """Records are kept to the microsecond."""
 
@@ -48,8 +50,7 @@ class LoadLimits:
 @asynccontextmanager
 async def client() -> AsyncIterator[aiohttp.ClientSession]:
     """The HTTP session of a load: as many connections as it wants, and no bounds but those of requests."""
-    # A server closes an idle connection (vLLM's after 5 s); a request on its way meanwhile is lost.
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_SECONDS)
     async with aiohttp.ClientSession(
         connector=connector, timeout=aiohttp.ClientTimeout(total=None), read_bufsize=1 << 20
     ) as session:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import aiohttp
 import pytest
+from vllm import envs
 
 from kvferry.bench import load as subject
 from kvferry.bench.dispatch import Ask, asks_of
@@ -164,3 +165,12 @@ def test_requests_and_moments_belong_together() -> None:
 def test_limits_that_are_none_are_refused(limits: dict[str, float], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         LoadLimits(**limits)  # type: ignore[arg-type]
+
+
+async def test_idle_connections_end_before_vllms_server_ends_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", raising=False)
+    assert subject.IDLE_CONNECTION_SECONDS < envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE
+    async with subject.client() as session:
+        assert session.connector._keepalive_timeout == subject.IDLE_CONNECTION_SECONDS
