@@ -35,6 +35,7 @@ from kvferry.agent.directory import (
 from kvferry.agent.directory_client import DirectoryClient
 from kvferry.agent.directory_server import DirectoryServer
 from kvferry.agent.links import Resolver
+from kvferry.cli.ports import free_ports
 from kvferry.errors import PeerError, PeerGoneError, TransportError, UsageError
 from kvferry.ids import EngineId, Incarnation
 
@@ -360,8 +361,7 @@ def test_close_is_idempotent_and_later_lookups_fail(asked):
 
 
 def free_port() -> int:
-    with socket.create_server((HOST, 0)) as probe:
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
 
 
 def test_an_impatient_lookup_of_an_engine_that_is_there_reads_its_directory(server, client, asked):

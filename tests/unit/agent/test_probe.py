@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.agent.probe import THREADS_MAX, Prober, is_refused
+from kvferry.cli.ports import free_ports
 
 HOST = "127.0.0.1"
 WAIT_SECONDS = 15.0
@@ -17,8 +18,7 @@ WAIT_SECONDS = 15.0
 
 
 def free_port() -> int:
-    with socket.create_server((HOST, 0)) as probe:
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
 
 
 def test_a_refusal_is_told_from_an_open_port() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 
+from kvferry.cli import ports as module
 from kvferry.cli.ports import claim_port, free_ports
 from kvferry.errors import UsageError
 
@@ -16,6 +18,44 @@ def test_free_ports_differ_and_can_be_bound() -> None:
     for port in ports:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", port))
+
+
+def test_no_outgoing_connection_of_this_machine_takes_a_free_port() -> None:
+    """A server was once refused its port: a connection of another program had got it in between."""
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    if last - first > 50_000:
+        pytest.skip("this machine keeps no ports for servers")
+    for port in [*free_ports(50), claim_port("127.0.0.1", 0)]:
+        assert not first <= port <= last
+
+
+def test_where_all_ports_are_for_connections_the_kernel_finds_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = tmp_path / "ip_local_port_range"
+    everything.write_text("1024\t65535\n")
+    monkeypatch.setattr(module, "_EPHEMERAL", everything)
+    ports = free_ports(3)
+    assert len(set(ports)) == 3
+    assert claim_port("127.0.0.1", ports[0]) == ports[0]
+
+
+def test_a_port_that_is_taken_is_never_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ports that are left for servers one is taken."""
+    (first, second) = sorted(free_ports(2))
+    monkeypatch.setattr(module, "_candidates", lambda ephemeral: [first, second])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", first))
+        listener.listen()
+        assert {free_ports(1)[0] for _ in range(8)} == {second}
+        assert first not in free_ports(2)
+
+
+def test_a_machine_that_does_not_tell_its_ranges_has_those_of_linux(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_EPHEMERAL", tmp_path / "absent")
+    assert not 32_768 <= free_ports(1)[0] <= 60_999
 
 
 def test_port_zero_is_replaced_by_a_free_one() -> None:
