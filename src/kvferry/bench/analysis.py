@@ -13,10 +13,10 @@ from functools import cached_property
 import numpy as np
 
 from kvferry.bench.checks import Checks
-from kvferry.bench.connectors import BASELINE, CONNECTORS
+from kvferry.bench.connectors import BASELINE, CONNECTORS, PULLING
 from kvferry.bench.costs import Costs
 from kvferry.bench.grid import Cell
-from kvferry.bench.phases import PHASES, Phases
+from kvferry.bench.phases import PHASES, Phases, as_fetched
 from kvferry.bench.records import Record
 from kvferry.bench.results import CellRun, Results
 from kvferry.bench.statistics import Floats, Interval, interval, quantile, ratio, seed_of
@@ -151,7 +151,7 @@ class Comparison:
     def phases(self, connector: str, cell: Cell) -> dict[str, float]:
         """Mean seconds per phase of the time to first token; phases that nobody noted are left out."""
         rows = [one for run in self.runs_of(connector, cell) for one in run.phases]
-        return mean_phases(rows)
+        return mean_phases(list(map(as_fetched, rows)) if connector in PULLING else rows)
 
     def named_samples(self, connector: str, cell: Cell, metric: str) -> list[Named]:
         """Samples by request, one dictionary per repeat."""

@@ -107,6 +107,12 @@ def test_phases_are_means_that_add_up(comparison: Comparison) -> None:
     assert sum(phases.values()) == pytest.approx(sum(samples) / len(samples), abs=1e-4)
 
 
+def test_a_pull_reads_whatever_its_rows_call_it(comparison: Comparison) -> None:
+    """These rows say `write` under every connector, as those of older runs do."""
+    moved = {name: set(comparison.phases(name, LONG)) & {"read", "write"} for name in NAMES}
+    assert moved == {"ferry-push": {"write"}, "vllm-push": {"write"}, "vllm-pull": {"read"}}
+
+
 def test_a_phase_that_only_some_requests_have_counts_as_nothing_for_the_others() -> None:
     rows = [
         Phases(request="a", seconds={"prefill": 0.2, "wait": 0.1}),
