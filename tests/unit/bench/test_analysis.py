@@ -147,6 +147,14 @@ def test_the_hidden_share_is_counted_in_bytes_and_only_ours_is(comparison: Compa
     assert comparison.costs.counted("vllm-push", LONG, "prefill") == {}
 
 
+def test_the_connector_with_the_fewest_requests_decides_whether_a_cell_is_judged() -> None:
+    view = Comparison(imagined(World(failing="vllm-push"), options(cells=((1, 16384),), cell_seconds=6.0)))
+    assert view.shortage(("ferry-push", "vllm-pull"), LONG, "ttft", 0.5) is None
+    both = view.shortage(("ferry-push", "vllm-push"), LONG, HANDOVER, 0.5)
+    assert both == view.shortage(("vllm-push",), LONG, GAP, 0.5) == "10 requests, at least 12 are needed"
+    assert view.shortage(("ferry-push",), Cell(3, 100), "ttft", 0.5) == "0 requests, at least 12 are needed"
+
+
 def test_what_is_wrong_is_counted() -> None:
     made = options(cells=((1, 16384),))
     view = Comparison(imagined(World(mismatches=3, failing="vllm-pull", answers={"vllm-push": 100}), made))
