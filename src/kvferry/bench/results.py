@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from kvferry.bench.grid import Cell
+from kvferry.bench.machine import Machine, MachineUse
 from kvferry.bench.phases import Phases
 from kvferry.bench.plan import Options, Session, differences
 from kvferry.bench.records import Load
@@ -95,6 +96,8 @@ class CellRun(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
     load: Load
     phases: tuple[Phases, ...]
     engines: dict[Side, EngineCost]
+    machine: MachineUse | None = None
+    """None in runs that are older than it."""
 
     @property
     def key(self) -> tuple[str, int, Cell]:
@@ -115,6 +118,7 @@ class SessionRun(msgspec.Struct, frozen=True, kw_only=True, tag="session"):
     pages: int = 0
     """Compared while the engines warmed up."""
     mismatches: int = 0
+    machine: Machine | None = None
 
 
 Line = CellRun | SessionRun

@@ -153,3 +153,5 @@ def test_a_report_is_written_again_without_measuring(
     out = capsys.readouterr().out
     assert "WRONG: 1 requests failed, the first under vllm-push: answered 500: unwell" in out
     assert "not measured TTFT p50 at 8 x 16k" in out
+    assert "NOTE: too few to judge medians at every cell: 7 requests, at least 12 are needed\n" in out
+    assert "not judged   idle CPU of kvferry's threads, prefill" in out
