@@ -4,8 +4,8 @@ An interval is drawn from the samples themselves (`statistics`) and cannot reach
 n * (1 - q) are expected above the quantile q, and n * q below. Where they are few on one side, the interval
 is too short there, however far one more sample might have lain. Tried with independent requests in two
 repeats: with six expected on the thinner side, an interval that should hold the true value in 95 of 100 cases
-does so in 83 (median) and 88 (95th percentile); with four and with twenty requests in 65 and 62. So it is six: 12
-requests for a median, 120 for a 95th percentile.
+does so in 83 (median) and 88 (95th percentile); with four and with twenty requests in 65 and 62. So it is
+six: 12 requests for a median, 120 for a 95th percentile.
 
 Repeats start the engines anew. What differs from one start to the next is not in the samples of one.
 """

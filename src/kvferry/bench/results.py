@@ -13,10 +13,11 @@ from pathlib import Path
 
 import msgspec
 
+from kvferry.bench.flags import differences, refusal
 from kvferry.bench.grid import Cell
 from kvferry.bench.machine import Machine, MachineUse
 from kvferry.bench.phases import Phases
-from kvferry.bench.plan import Options, Session, differences
+from kvferry.bench.plan import Options, Session
 from kvferry.bench.records import Load
 from kvferry.errors import UsageError
 
@@ -169,10 +170,7 @@ def open_results(directory: Path, options: Options) -> Results:
         found = read_results(directory)
         differing = differences(options, found.options)
         if differing:
-            raise UsageError(
-                f"--output {directory} holds a run with other options; choose another directory, or go on "
-                f"with the same options: {'; '.join(differing)}"
-            )
+            raise UsageError(refusal(directory, differing))
         return found
     if any(directory.iterdir()):
         raise UsageError(f"--output {directory} is neither empty nor a comparison; choose another directory")

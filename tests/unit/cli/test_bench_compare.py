@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,11 @@ def test_a_comparison_ends_with_its_figures_and_resumes_for_free(
     assert cli.main(command(output, *more)) == 0
     assert len(stubs.started) == 2
     assert cli.main(command(output, *more, "--seed", "5")) == 2
-    assert "seed: was 0, is 5" in capsys.readouterr().err
+    *_, seed, advice = capsys.readouterr().err.splitlines()
+    assert seed == "  --seed  there 0, now 5"
+    # What is advised is taken.
+    assert cli.main(command(output, *more, *shlex.split(advice.rpartition(": ")[2]))) == 0
+    assert len(stubs.started) == 2
 
 
 def test_wrong_pages_fail_the_command(
