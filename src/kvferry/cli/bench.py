@@ -4,6 +4,8 @@ hooks    what kvferry's hooks cost an engine's main thread, per step and per req
 serve    load one OpenAI-compatible endpoint and report TTFT, TPOT and goodput; needs no vLLM
 layout   descriptors, planning time and memory of copies between two cache layouts; needs numpy
 compare  kvferry against vLLM's own connectors on emulated engines, with a report; needs vLLM, no GPU
+dispatch what a router saves decode engines by asking them late; needs no vLLM
+router   the router's requests/s, CPU and added TTFT beside another router; needs no vLLM
 handover one hand-over from agent to agent, beside raw NIXL; needs NIXL and numpy, no vLLM, no GPU
 """
 
@@ -18,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvferry.cli import bench_compare, bench_handover, bench_layout, bench_serve
+from kvferry.cli import bench_compare, bench_dispatch, bench_handover, bench_layout, bench_router, bench_serve
 from kvferry.errors import UsageError
 
 if TYPE_CHECKING:
@@ -65,6 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("compare", bench_compare),
         ("handover", bench_handover),
         ("layout", bench_layout),
+        ("router", bench_router),
+        ("dispatch", bench_dispatch),
     ):
         parser_of_one = commands.add_parser(name, help=module.SUMMARY, description=module.__doc__)
         parser_of_one.set_defaults(measure=module.run)
