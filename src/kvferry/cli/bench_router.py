@@ -25,7 +25,7 @@ from kvferry.errors import UsageError
 
 SUMMARY = "our router's requests/s, CPU, added TTFT and memory beside another router's"
 OURS, PEER = "kvferry", "vllm-router"
-_READY_SECONDS = 60.0
+_READY_SECONDS = 180.0
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from types import TracebackType
 
 import msgspec
 
@@ -49,25 +49,41 @@ class Deadlines:
             if not bound.expired():
                 bound.reschedule(asyncio.get_running_loop().time())
 
-    @asynccontextmanager
-    async def within(self, deadline: float) -> AsyncIterator[None]:
-        """Bound the block.
+    def within(self, deadline: float) -> Bound:
+        """An asynchronous context manager that bounds its block."""
+        return Bound(self, deadline)
 
-        Raises:
-            RequestError: 504, or 503 in a shutdown.
-        """
+
+class Bound:
+    """The deadline of one request.
+
+    Raises:
+        RequestError: on leaving when it has come: 504, or 503 in a shutdown.
+    """
+
+    __slots__ = ("_deadlines", "_timeout")
+
+    def __init__(self, deadlines: Deadlines, deadline: float) -> None:
+        self._deadlines = deadlines
+        self._timeout = asyncio.timeout_at(deadline)
+
+    async def __aenter__(self) -> None:
+        """Begin."""
+        await self._timeout.__aenter__()
+        self._deadlines.bounds.add(self._timeout)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End, and say why if the time is over."""
+        self._deadlines.bounds.discard(self._timeout)
         try:
-            async with asyncio.timeout_at(deadline) as bound:
-                self.bounds.add(bound)
-                try:
-                    yield
-                finally:
-                    self.bounds.discard(bound)
-        except TimeoutError as error:
-            if self.ended:
-                raise RequestError(503, Cause.SHUTTING_DOWN, "the router was shut down") from error
-            message = f"no answer within {self.seconds:g} seconds (--request-timeout-secs)"
-            raise RequestError(504, Cause.TIMEOUT, message) from error
+            await self._timeout.__aexit__(kind, error, trace)
+        except TimeoutError as late:
+            if self._deadlines.ended:
+                raise RequestError(503, Cause.SHUTTING_DOWN, "the router was shut down") from late
+            message = f"no answer within {self._deadlines.seconds:g} seconds (--request-timeout-secs)"
+            raise RequestError(504, Cause.TIMEOUT, message) from late
 
 
 class Exchange:

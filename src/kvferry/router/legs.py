@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from types import TracebackType
 
 import msgspec
 
@@ -81,7 +82,7 @@ class Engines:
         answer = await self._answered(worker, call)
         source = _source_of(answer)
         # An answer that was under way while the engine died says nothing of who comes after it.
-        if source is not None and worker.up:
+        if source is not None and worker.up and source != worker.source:
             self._pool.learn(worker, source)
         if call.timeline is not None:
             call.timeline.prefilled = self._clock()
@@ -165,6 +166,8 @@ class Engines:
                 answer.close()
 
     async def _answered(self, worker: Worker, call: Call) -> Body:
+        if call.timeline is None or call.timeline.trace is None:
+            return await self._whole(worker, call)
         with ExitStack() as span:
             return await self._whole(worker, _traced(worker, call, span))
 
@@ -198,21 +201,40 @@ class Engines:
             raise LegError(worker, Reason.REJECTED, detail, said)
         raise LegError(worker, Reason.ERROR, detail, said if status >= 500 else None)
 
-    @contextmanager
-    def failures(self, worker: Worker) -> Iterator[None]:
-        """The one place where the HTTP client's errors become a `LegError`; who does not answer is down."""
-        try:
-            yield
-        except ConnectError as error:
+    def failures(self, worker: Worker) -> Failures:
+        """A context manager in which the HTTP client's errors become a `LegError`."""
+        return Failures(self._pool, worker)
+
+
+class Failures:
+    """The one place where the HTTP client's errors become a `LegError`; who does not answer is down.
+
+    Raises:
+        LegError: on leaving, instead of what the client has raised.
+    """
+
+    __slots__ = ("_pool", "_worker")
+
+    def __init__(self, pool: Pool, worker: Worker) -> None:
+        self._pool = pool
+        self._worker = worker
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Take the worker down if it was the worker's fault, and say so."""
+        worker = self._worker
+        if isinstance(error, ConnectError):
             self._pool.down(worker, f"cannot be reached: {error}")
             raise LegError(worker, Reason.REFUSED, "cannot be reached") from error
-        except LostError as error:
+        if isinstance(error, LostError):
             self._pool.down(worker, f"lost: {error}")
             raise LegError(worker, Reason.LOST, f"the connection was lost: {error}") from error
-        except LegError as error:
-            if error.reason is Reason.LOST:
-                self._pool.down(worker, str(error))
-            raise
+        if isinstance(error, LegError) and error.reason is Reason.LOST:
+            self._pool.down(worker, str(error))
 
 
 def _traced(worker: Worker, call: Call, span: ExitStack) -> Call:

@@ -82,8 +82,10 @@ class RouterServer:
             queue_max=settings.queue_max,
             queue_seconds=settings.queue_timeout_seconds,
             fair=settings.fair_queue,
-            changed=self._admission_changed,
         )
+        # Asked when somebody looks, not told with every request.
+        self.metrics.in_flight.set_function(lambda: self.admission.serving)
+        self.metrics.queued.set_function(lambda: self.admission.waiting)
         self.log = AccessLog(self.listening.access_log, self.metrics.log_lines_dropped.inc)
         pages = Pages(self.dispatcher, self.admission, Admin(self.pool, self.discovery))
         self.tracing = open_tracing(self.listening.otlp_endpoint)
@@ -152,10 +154,6 @@ class RouterServer:
     def _worker_left(self, worker: Worker) -> None:
         with suppress(KeyError):
             self.metrics.worker_up.remove(worker.role.value, worker.name)
-
-    def _admission_changed(self, serving: int, waiting: int) -> None:
-        self.metrics.in_flight.set(serving)
-        self.metrics.queued.set(waiting)
 
 
 def run(arguments: argparse.Namespace) -> int:
