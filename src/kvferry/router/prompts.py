@@ -57,8 +57,9 @@ class Prompt:
     def expected_tokens(self) -> int:
         """How many tokens a decode engine will hold for it in the end, roughly."""
         asked = self.body.get("max_completion_tokens") or self.body.get("max_tokens")
-        told = isinstance(asked, int) and not isinstance(asked, bool) and asked > 0
-        answer = min(asked, _ANSWER_TOKENS_MAX) if told else _ANSWER_TOKENS
+        answer = _ANSWER_TOKENS
+        if isinstance(asked, int) and not isinstance(asked, bool) and asked > 0:
+            answer = min(asked, _ANSWER_TOKENS_MAX)
         return self.estimated_tokens + self.n * answer
 
 

@@ -58,8 +58,11 @@ class Sending:
         call = self._call(worker, headers, body, self._prompt.expected_tokens)
         engines = self._services.engines
         with Guard(self._services.pool, worker):
-            leg = engines.stream(worker, call) if self._prompt.stream else engines.answer(worker, call)
-            answer = await _within(seconds, leg)
+            answer: Body | DecodeStream
+            if self._prompt.stream:
+                answer = await _within(seconds, engines.stream(worker, call))
+            else:
+                answer = await _within(seconds, engines.answer(worker, call))
         self._remember_prefix(worker)
         return answer
 
