@@ -107,6 +107,8 @@ async def router_world(
             await stack.enter_async_context(engine)
         chosen: dict[str, Any] = {
             "health_interval_seconds": 3600.0,
+            # A busy machine is no slow engine.
+            "health_timeout_seconds": 15.0,
             "retry_backoff_seconds": 0.0,
             "request_timeout_seconds": 15.0,
         } | settings

@@ -11,7 +11,7 @@ from tests.support.router_world import router_world, until
 
 async def test_a_shutdown_with_ten_holds_serves_or_ends_each_and_tells_who_holds() -> None:
     """X18: half of them are served while it drains; of the rest, what was prefilled is given back at once."""
-    async with router_world(transfer_mode="pull", drain_seconds=0.2) as world:
+    async with router_world(transfer_mode="pull", drain_seconds=3600.0) as world:
         served = asyncio.Event()
         gates = [served] * 5 + [asyncio.Event()] * 5
         world.d.plan(*[Step(gate=gate) for gate in gates])
@@ -28,6 +28,9 @@ async def test_a_shutdown_with_ten_holds_serves_or_ends_each_and_tells_who_holds
         async with world.client.get("/readiness") as response:
             assert response.status == 503
         served.set()
+        assert [await request for request in requests[:5]] == [(200, "")] * 5
+        # What happens when the drain's time is over.
+        world.router.api.deadlines.end_all()
         await drained
         answers = [await request for request in requests]
         assert sorted(answers) == [(200, "")] * 5 + [(503, "shutting_down")] * 5
