@@ -31,8 +31,10 @@ class Engines:
     tokens_per_second: float
     transfer_seconds_per_token: float
     noise: float
-    chance: Random
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    seed: int
+    """The noise of a prompt follows from it and from the prompt's length: it is the same in every run."""
+    free_at: float = 0.0
+    """When the prefill engine has finished what it was sent."""
     prefilled: dict[str, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
     held_block_seconds: float = 0.0
 
@@ -61,9 +63,12 @@ class Engines:
         body = await request.json()
         params = body["kv_transfer_params"]
         if not params.get("probe"):
-            async with self.turn:
-                seconds = len(body["prompt"]) / self.tokens_per_second
-                await asyncio.sleep(seconds * self.chance.uniform(1 - self.noise, 1 + self.noise))
+            tokens = len(body["prompt"])
+            noise = Random(f"{self.seed} {tokens}").uniform(1 - self.noise, 1 + self.noise)
+            now = asyncio.get_running_loop().time()
+            # On a schedule: what a busy machine oversleeps is not added up over the queue.
+            self.free_at = max(self.free_at, now) + tokens / self.tokens_per_second * noise
+            await asyncio.sleep(self.free_at - now)
             self.prefilled[params["transfer_id"]].set()
         choice = {"index": 0, "text": " t", "finish_reason": "length"}
         return web.json_response({"id": "p", "choices": [choice], "kv_transfer_params": _source()})
@@ -128,9 +133,7 @@ def main() -> None:
     add("--noise", type=float, default=0.1)
     add("--seed", type=int, default=1)
     given = parser.parse_args()
-    engines = Engines(
-        given.tokens_per_second, given.transfer_seconds_per_token, given.noise, Random(given.seed)
-    )
+    engines = Engines(given.tokens_per_second, given.transfer_seconds_per_token, given.noise, given.seed)
     asyncio.run(serve(engines, given.prefill, given.decode))
 
 

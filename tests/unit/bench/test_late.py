@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from random import Random
 
 from aiohttp import ClientSession
 from aiohttp.test_utils import TestServer
@@ -44,7 +43,7 @@ def test_the_table_has_a_line_for_each_kind() -> None:
 
 @asynccontextmanager
 async def engines(tokens_per_second: float = 1e9) -> AsyncIterator[tuple[Engines, str, str]]:
-    made = Engines(tokens_per_second, 1e-9, 0.0, Random(0))
+    made = Engines(tokens_per_second, 1e-9, 0.0, 0)
     async with TestServer(made.application("prefill")) as p, TestServer(made.application("decode")) as d:
         yield made, str(p.make_url("")).rstrip("/"), str(d.make_url("")).rstrip("/")
 
