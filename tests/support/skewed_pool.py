@@ -76,6 +76,7 @@ class _Engines:
     slots: dict[Worker, asyncio.Semaphore] = field(default_factory=dict)
 
     async def prefill(self, worker: Worker, call: Call) -> PrefillAnswer:
+        assert call.body is not None
         body = json.loads(call.body)
         with worker.leg(call.tokens):
             async with self.prefill_turn:
@@ -86,6 +87,7 @@ class _Engines:
         return PrefillAnswer(source(), None, source().to_params())
 
     async def stream(self, worker: Worker, call: Call) -> DecodeStream:
+        assert call.body is not None
         body = json.loads(call.body)
         prefilled = self.prefilled[body["kv_transfer_params"]["transfer_id"]]
         tokens = len(body["prompt"])
