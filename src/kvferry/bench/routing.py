@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.bench.routing_load import Load, Seen, drive
+from kvferry.bench.routing_load import Load, RoutingError, Seen, drive
 
 THROUGHPUT = Load(clients=64, tokens=8)
 ONE = Load(clients=1, tokens=4, pace_ms=5)
@@ -74,6 +74,10 @@ async def measure(
         for name, load in loads.items():
             for each in order:
                 seen = await drive(each.url, load, seconds, warm_seconds, each.cpu)
+                if not seen.tokens or not seen.ttfts:
+                    raise RoutingError(
+                        f"{each.name}: nothing was answered in {seconds:g} s of the load {name!r}"
+                    )
                 taken[each.name].seen.setdefault(name, []).append(seen)
                 taken[each.name].memory_bytes = max(taken[each.name].memory_bytes, each.memory())
     return taken
@@ -122,7 +126,8 @@ def problems(ours: Cost, peer: Cost) -> list[str]:
     told = []
     if ratio < REQUESTS_RATIO_MIN:
         told.append(f"requests/s: {ratio:.2f} times the peer's, at least {REQUESTS_RATIO_MIN:g}")
-    share = ours.cpu_us_per_token / peer.cpu_us_per_token
+    # CPU time is counted in ticks; a short load may have cost none.
+    share = ours.cpu_us_per_token / max(peer.cpu_us_per_token, 1e-3)
     if share > CPU_RATIO_MAX:
         told.append(f"CPU per token: {share:.2f} times the peer's, at most {CPU_RATIO_MAX:g}")
     for title, name in _TTFTS:

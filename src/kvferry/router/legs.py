@@ -19,7 +19,8 @@ from kvferry.errors import HandoffError
 from kvferry.handoff import SourceParams, parse_source
 from kvferry.router.errors import JSON, EngineAnswer
 from kvferry.router.failures import LegError, Reason
-from kvferry.router.http.client import Answer, ConnectError, HttpClient, LostError
+from kvferry.router.http.answers import Answer, LostError
+from kvferry.router.http.client import ConnectError, HttpClient
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.openai import PARAMS, Body, cached_tokens_of, error_message
 from kvferry.router.pool import Pool, Worker

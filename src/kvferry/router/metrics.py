@@ -51,6 +51,14 @@ class RouterMetrics:
             "leg",
             "stage",
         )
+        self._choosing()
+        self.log_lines_dropped = self._counter(
+            "kvferry_router_log_lines_dropped_total", "Lines of the access log that could not be written.", ()
+        )
+        self._counted: dict[tuple[str, str, str], Counter] = {}
+        self._dispatching()
+
+    def _choosing(self) -> None:
         self.retries = self._counter(
             "kvferry_router_retries_total",
             "Legs that were sent anew, by the leg that failed and why.",
@@ -80,12 +88,6 @@ class RouterMetrics:
         self.in_flight = Gauge(
             "kvferry_router_requests_in_flight", "Client requests being served.", registry=self.registry
         )
-
-        self.log_lines_dropped = self._counter(
-            "kvferry_router_log_lines_dropped_total", "Lines of the access log that could not be written.", ()
-        )
-        self._counted: dict[tuple[str, str, str], Counter] = {}
-        self._dispatching()
 
     def _dispatching(self) -> None:
         self.retries_denied = self._counter(

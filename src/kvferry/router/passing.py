@@ -12,7 +12,7 @@ from kvferry.router.dispatch import Dispatcher
 from kvferry.router.errors import JSON, Cause, RequestError
 from kvferry.router.exchange import StreamOutlet, forwarded, send_whole
 from kvferry.router.failures import LegError, Reason
-from kvferry.router.http.client import Answer
+from kvferry.router.http.answers import Answer
 from kvferry.router.http.reading import Request
 from kvferry.router.http.server import Reply
 from kvferry.router.legs import Call, read_bounded

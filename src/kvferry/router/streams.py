@@ -10,7 +10,7 @@ import msgspec
 
 from kvferry.router.errors import JSON, EngineAnswer
 from kvferry.router.failures import LegError, Reason
-from kvferry.router.http.client import Answer, LostError
+from kvferry.router.http.answers import Answer, LostError
 from kvferry.router.openai import error_message
 from kvferry.router.sse import EventSplitter, EventTooLongError, data_of
 from kvferry.router.worker import Worker
@@ -29,6 +29,8 @@ class DecodeStream:
         self._splitter = EventSplitter(event_bytes_max)
         self._slot = ExitStack()
         self._first: list[bytes] | None = None
+        self._first_whole = False
+        """Whether the first events are one piece that was not cut."""
         self._failure: LegError | None = None
         self._finished = False
         self._told: Callable[[list[bytes]], None] | None = None
@@ -41,7 +43,7 @@ class DecodeStream:
         Raises:
             LegError: the stream ends or fails before it.
         """
-        self._first = await self._next()
+        self._first = await self._opening()
         if self._first is None:
             raise LegError(self.worker, Reason.LOST, "the stream ended without an event")
 
@@ -57,7 +59,7 @@ class DecodeStream:
         """
         if self._first is not None:
             first, self._first = self._first, None
-            return first
+            return self._events(first[0]) if self._first_whole else first
         return await self._next()
 
     async def pour(self, told: Callable[[list[bytes]], None], plain: Callable[[bytes], None]) -> None:
@@ -71,7 +73,10 @@ class DecodeStream:
         """
         if self._first is not None:
             first, self._first = self._first, None
-            told(first)
+            if self._first_whole:
+                plain(first[0])
+            else:
+                told(first)
         if self._failure is not None:
             raise self._failure
         if not self._finished:
@@ -138,21 +143,32 @@ class DecodeStream:
             if self._finished:
                 poured.set_result(None)
 
+    async def _opening(self) -> list[bytes] | None:
+        """The first events: one piece, not cut, when they are whole and plain."""
+        data = await self._read()
+        if _plain(data):
+            self._first_whole = True
+            return [data]
+        return self._events(data) or await self._next()
+
     async def _next(self) -> list[bytes] | None:
         while not self._finished:
             if self._failure is not None:
                 raise self._failure
-            try:
-                data = await self._answer.read()
-            except LostError as error:
-                raise LegError(self.worker, Reason.LOST, f"the stream broke: {error}") from error
-            if not data:
-                raise self._ended()
-            self.reads += 1
-            events = self._events(data)
+            events = self._events(await self._read())
             if events:
                 return events
         return None
+
+    async def _read(self) -> bytes:
+        try:
+            data = await self._answer.read()
+        except LostError as error:
+            raise LegError(self.worker, Reason.LOST, f"the stream broke: {error}") from error
+        if not data:
+            raise self._ended()
+        self.reads += 1
+        return data
 
     def _ended(self) -> LegError:
         failure = self._answer.failure

@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvferry.router.http.client import Answer, ConnectError, HttpClient, LostError, origin_of
+from kvferry.router.http.answers import Answer, LostError
+from kvferry.router.http.client import ConnectError, HttpClient, origin_of
 
 OK = b"HTTP/1.1 200 OK\r\n"
 

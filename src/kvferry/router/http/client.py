@@ -1,7 +1,6 @@
 """The client: connections to the engines that are used again, and answers that are read as they come.
 
-An answer can be awaited piece by piece, or poured: each read of the socket is then given to a function at
-once, without a task being woken.
+Who reads an answer piece by piece is woken by each; one that is poured is given to a function at once.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import cast
@@ -18,11 +17,10 @@ from urllib.parse import urlsplit
 import httptools
 
 from kvferry.errors import KvferryError
+from kvferry.router.http.answers import Answer
 from kvferry.router.http.messages import Headers, header_lines, note_header
 
 _HEAD_BYTES_MAX = 64 << 10
-_AHEAD_BYTES_MAX = 256 << 10
-"""How much of an answer may wait to be read."""
 _WHOLE_BYTES_MAX = 64 << 10
 """A longer body is not copied behind its head."""
 _SWEEP_SECONDS = 5.0
@@ -38,10 +36,6 @@ _KEEPALIVE = (
 
 class ConnectError(KvferryError):
     """No connection: the other side has not seen the request."""
-
-
-class LostError(KvferryError):
-    """The connection ended, or what came is no HTTP, before the answer was complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,167 +56,6 @@ def origin_of(url: str) -> Origin:
     tls = parts.scheme == "https"
     host = parts.hostname or ""
     return Origin(host, parts.port or (443 if tls else 80), tls, parts.netloc.rpartition("@")[2], parts.path)
-
-
-class Answer:
-    """An answer that arrives; `close` it in every case."""
-
-    __slots__ = (
-        "_ahead_bytes", "_chunks", "_connection", "_ended", "_failure", "_held", "_loop", "_sink", "_waiter",
-        "headers", "status",
-    )  # fmt: skip
-
-    def __init__(self, connection: _Connection, loop: asyncio.AbstractEventLoop) -> None:
-        self.status = 0
-        self.headers: Headers = {}
-        self._connection = connection
-        self._loop = loop
-        self._chunks: list[bytes] = []
-        self._ahead_bytes = 0
-        self._held = False
-        self._ended = False
-        self._failure: LostError | None = None
-        self._sink: Callable[[bytes], None] | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    @property
-    def content_type(self) -> str:
-        """Its media type, without parameters; empty when it tells none."""
-        return self.header(b"content-type").partition(";")[0].strip().lower()
-
-    async def head(self) -> None:
-        """Wait for status and headers.
-
-        Raises:
-            LostError: the connection ends before.
-        """
-        while not self.status:
-            self._raise_failure()
-            await self._wait()
-
-    async def read(self) -> bytes:
-        """What has arrived since, at least one byte; empty after the end.
-
-        Raises:
-            LostError: the connection ended before the answer did.
-        """
-        while not self._chunks:
-            self._raise_failure()
-            if self._ended:
-                return b""
-            await self._wait()
-        return self._taken()
-
-    def pour(self, sink: Callable[[bytes], None]) -> None:
-        """Give what has arrived, and all that will, to `sink`; an empty piece says that no more comes.
-
-        After that `failure` tells whether the answer is complete.
-        """
-        self._sink = sink
-        if self._chunks:
-            sink(self._taken())
-        if self._ended or self._failure is not None:
-            self._told_end()
-
-    def stop_pouring(self) -> None:
-        """Give nothing more to the sink."""
-        self._sink = None
-
-    @property
-    def failure(self) -> LostError | None:
-        """Why no more comes, when the answer is not complete."""
-        return self._failure
-
-    def header(self, name: bytes) -> str:
-        """A header by its name in lower case; empty when it is absent."""
-        return self.headers.get(name, b"").decode("latin-1")
-
-    @property
-    def ended(self) -> bool:
-        """Whether the whole of it has arrived."""
-        return self._ended
-
-    @property
-    def drained(self) -> bool:
-        """Whether all that has arrived has been read."""
-        return not self._chunks
-
-    def hold(self) -> None:
-        """Read no more for now."""
-        if not self._held:
-            self._held = True
-            self._connection.hold()
-
-    def go_on(self) -> None:
-        """Read again."""
-        if self._held:
-            self._held = False
-            self._connection.go_on()
-
-    def abort(self) -> None:
-        """Give the answer up; whoever reads it gets a `LostError`."""
-        self.fail("given up")
-        self._connection.abort()
-
-    def close(self) -> None:
-        """End it; the other side of an answer that is not complete learns it by the closed connection."""
-        self._sink = None
-        self._chunks.clear()
-        if not self._ended:
-            self._connection.abort()
-
-    # --- told by the connection ----------------------------------------------
-
-    def fed(self, data: bytes) -> None:
-        """A piece of the body has arrived."""
-        if self._sink is not None:
-            self._sink(data)
-            return
-        self._chunks.append(data)
-        self._ahead_bytes += len(data)
-        if self._ahead_bytes > _AHEAD_BYTES_MAX and not self._ended:
-            self.hold()
-        self.wake()
-
-    def end(self) -> None:
-        """The body is complete."""
-        self._ended = True
-        self._told_end()
-
-    def fail(self, reason: str) -> None:
-        """Nothing more comes."""
-        if not self._ended and self._failure is None:
-            self._failure = LostError(reason)
-            self._told_end()
-
-    def wake(self) -> None:
-        """Whoever waits looks again."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    # -------------------------------------------------------------------------
-
-    def _told_end(self) -> None:
-        sink, self._sink = self._sink, None
-        if sink is not None:
-            sink(b"")
-        self.wake()
-
-    def _taken(self) -> bytes:
-        chunks = self._chunks
-        data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-        chunks.clear()
-        self._ahead_bytes = 0
-        self.go_on()
-        return data
-
-    async def _wait(self) -> None:
-        self._waiter = self._loop.create_future()
-        await self._waiter
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
 
 
 @dataclass(slots=True)
