@@ -45,7 +45,7 @@ async def test_workers_say_why_they_are_not_ready() -> None:
         assert (prefill["ready"], prefill["problem"]) == (True, "")
         assert (decode["ready"], decode["problem"]) == (False, "its health check answers 503")
         async with world.client.post("/workers", json={}) as response:
-            assert response.status == 405
+            assert response.status == 403
 
 
 async def test_models_are_a_decode_engines() -> None:
@@ -84,7 +84,7 @@ async def test_metrics_have_their_names_and_bounded_labels() -> None:
 
 
 async def test_too_many_requests_are_refused_with_a_time_to_retry() -> None:
-    async with router_world(concurrent_requests_max=1) as world:
+    async with router_world(concurrent_requests_max=1, queue_max=0) as world:
         answered = asyncio.Event()
         world.d.plan(Step(gate=answered))
         async with asyncio.TaskGroup() as group:
@@ -217,7 +217,7 @@ async def test_draining_lets_requests_end_and_refuses_new_ones() -> None:
             first = group.create_task(world.complete().__aenter__())
             await world.d.received(1)
             drained = group.create_task(world.router.drain())
-            await until(lambda: world.router.api.draining)
+            await until(lambda: world.router.admission.closed)
             async with world.complete() as response:
                 assert response.status == 503
                 assert (await response.json())["error"]["kvferry"] == "shutting_down"

@@ -94,8 +94,8 @@ async def test_an_overloaded_prefill_engine_is_asked_again_with_a_new_transfer()
 async def test_a_retry_prefers_prefill_engines_that_were_not_tried() -> None:
     """X07: each of three prefill engines is asked once."""
     async with router_world(prefill=3) as world:
-        world.prefill[0].plan(failing(500))
-        world.prefill[1].plan(failing(500))
+        for engine in world.prefill[::2]:
+            engine.plan(failing(500))
         world.d.plan(hanging(), hanging(), Step())
         async with world.complete() as response:
             assert response.status == 200
@@ -385,7 +385,7 @@ async def test_a_client_that_does_not_read_is_hung_up_on_at_its_deadline(stream:
         writer.write(head.encode() + body)
         await world.d.received(1)
         await world.client_stuck()
-        (bound,) = world.router.api.bounds
+        (bound,) = world.router.api.deadlines.bounds
         bound.reschedule(asyncio.get_running_loop().time())
         await until(lambda: world.count("push", "error", "timeout"))
         await world.legs_ended()
