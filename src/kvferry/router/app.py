@@ -10,12 +10,12 @@ from contextlib import suppress
 from kvferry.router.accesslog import AccessLog
 from kvferry.router.admission import Admission
 from kvferry.router.dispatch import Dispatcher
-from kvferry.router.errors import Cause, RequestError
+from kvferry.router.errors import Cause, RequestError, not_allowed
 from kvferry.router.exchange import Deadlines, Exchange, request_id_of, say_why
 from kvferry.router.http.reading import Request
 from kvferry.router.http.server import Reply
 from kvferry.router.openai import Endpoint
-from kvferry.router.pages import Page, Pages
+from kvferry.router.pages import Page, PageHandler, Pages
 from kvferry.router.passing import PASSED, Passing
 from kvferry.router.timeline import Timeline
 from kvferry.router.tracing import Tracing
@@ -56,8 +56,7 @@ class Api:
         """Why the body of a request shall not be read, if it shall not."""
         try:
             self._authorize(request)
-            if request.path not in _SERVED:
-                self._pages.find(request)
+            self._find(request)
         except RequestError as error:
             return error
         return None
@@ -113,9 +112,22 @@ class Api:
     async def _page(self, request: Request) -> Page:
         if request.problem is not None:
             raise request.problem
-        handler = self._pages.find(request)
+        handler = self._find(request)
         self._authorize(request)
+        assert handler is not None
         return await handler(request)
+
+    def _find(self, request: Request) -> PageHandler | None:
+        """Who answers a request; None when an engine does.
+
+        Raises:
+            RequestError: 404 or 405.
+        """
+        if request.path not in _SERVED:
+            return self._pages.find(request)
+        if request.method != "POST":
+            raise not_allowed(request.path, request.method, ("POST",))
+        return None
 
     def _send_page(self, reply: Reply, page: Page) -> None:
         reply.send(page.status, {"Content-Type": page.content_type, **page.headers}, page.body)

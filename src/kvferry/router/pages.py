@@ -12,7 +12,7 @@ import msgspec
 from kvferry.router.admin import Admin
 from kvferry.router.admission import Admission
 from kvferry.router.dispatch import Dispatcher
-from kvferry.router.errors import JSON, Cause, RequestError, invalid
+from kvferry.router.errors import JSON, Cause, RequestError, invalid, not_allowed
 from kvferry.router.exchange import forwarded
 from kvferry.router.failures import LegError
 from kvferry.router.http.reading import Request
@@ -68,9 +68,8 @@ class Pages:
             raise RequestError(404, Cause.NOT_FOUND, f"{request.path}: there is no such path")
         handler = methods.get("GET" if request.method == "HEAD" else request.method)
         if handler is None:
-            allowed = ", ".join(methods)
-            raise RequestError(
-                405, Cause.NOT_FOUND, f"{request.path}: {request.method} is not one of {allowed}"
+            raise not_allowed(
+                request.path, request.method, (*methods, *(["HEAD"] if "GET" in methods else ()))
             )
         return handler
 

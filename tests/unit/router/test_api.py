@@ -112,6 +112,7 @@ async def test_a_key_guards_what_costs_and_what_tells() -> None:
                 "/v1/completions", json={}, headers={"Authorization": given}
             ) as response:
                 assert response.status == 401
+                assert response.headers["WWW-Authenticate"] == "Bearer"
                 assert (await response.json())["error"]["type"] == "authentication_error"
         for path in ("/health", "/liveness", "/readiness", "/metrics"):
             async with world.client.get(path) as response:
@@ -190,6 +191,29 @@ async def test_an_unknown_path_has_openais_error_shape() -> None:
     async with router_world() as world, world.client.get("/v1/nothing") as response:
         assert response.status == 404
         assert (await response.json())["error"]["kvferry"] == "not_found"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/v1/completions", "POST"),
+        ("PUT", "/v1/responses", "POST"),
+        ("POST", "/v1/models", "GET, HEAD"),
+        ("POST", "/v1/models/tiny", "GET, HEAD"),
+        ("PATCH", "/workers", "GET, POST, DELETE, HEAD"),
+    ],
+)
+async def test_a_method_that_a_path_has_not_is_told_which_it_has(
+    method: str, path: str, allowed: str
+) -> None:
+    """Before the body is read, whatever it is."""
+    async with router_world() as world:
+        async with world.client.request(method, path, data=b"no JSON") as response:
+            assert response.status == 405
+            assert response.headers["Allow"] == allowed
+            assert method in (await response.json())["error"]["message"]
+        async with world.client.head("/v1/models") as response:
+            assert response.status == 200
 
 
 async def test_a_fault_of_the_router_is_a_500_that_tells_nothing(
