@@ -1,7 +1,8 @@
 """Versions of vLLM that nobody should expose, as far as this release of kvferry knows.
 
-The list is short on purpose: faults that let a client take over an engine, or use it without its key. It is
-no substitute for following vLLM's advisories.
+The list is short on purpose: faults that let a client or a model take over an engine, or a client use it
+without its key. Ranges and effects are those of vLLM's published advisories, and no substitute for following
+them.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ class Advisory:
 
 
 ADVISORIES = (
-    Advisory("CVE-2026-48746", (0, 3, 0), (0, 22, 0), "the API key can be passed by"),
-    Advisory("CVE-2026-22807", (0, 0, 0), (0, 14, 0), "a model's dynamic modules can run code"),
+    Advisory("CVE-2026-48746", (0, 3, 0), (0, 22, 0), "who reaches it directly needs no API key"),
+    Advisory("CVE-2026-22778", (0, 8, 3), (0, 14, 1), "clients of a model for videos can run code"),
+    Advisory("CVE-2026-22807", (0, 10, 1), (0, 14, 0), "a model's own code runs, trusted or not"),
     Advisory("CVE-2025-62164", (0, 10, 2), (0, 11, 1), "prompt embeddings can corrupt memory"),
 )
 
