@@ -1,7 +1,9 @@
 """Requests that go to one engine whole: no KV is handed over for them.
 
-Embeddings and the tokenizer need none. The Responses API and Anthropic's messages are computed by a decode
-engine from the prompt on: their answers have no room for a prefill engine's coordinates.
+Embeddings, scores and the tokenizer need none. The Responses API and Anthropic's messages could have a
+hand-over, for engines take `kv_transfer_params` there, too; but the router does not know how to make prefill
+legs of them, which may call tools and go on with stored responses. So a decode engine computes them from the
+prompt on.
 """
 
 from __future__ import annotations
