@@ -33,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to compare with, and for how long."""
     add = parser.add_argument
     add("--peer", choices=(PEER, "none"), default=PEER, help="the other router (default: %(default)s)")
-    add("--peer-command", metavar="FILE", help="its program (default: the one in PATH)")
+    add(
+        "--peer-command", metavar="FILE", help="its program (default: beside this Python, or in PATH)"
+    )
     add("--rounds", type=int, default=3, metavar="N", help="default: %(default)s")
     add("--seconds", type=float, default=5.0, metavar="S", help="of each load (default: %(default)g)")
     add("--router-core", type=int, default=0, metavar="N", help="default: %(default)s")
@@ -44,7 +46,7 @@ def run(namespace: argparse.Namespace) -> int:
     """Measure, print the table; 1 if a target is missed."""
     if namespace.rounds < 1 or not namespace.seconds > 0:
         raise UsageError("--rounds must be at least 1 and --seconds more than 0")
-    peer = None if namespace.peer == "none" else _peer_program(namespace)
+    peer = None if namespace.peer == "none" else peer_program(namespace.peer_command)
     others = os.sched_getaffinity(0) - {namespace.router_core}
     if not others or namespace.router_core not in os.sched_getaffinity(0):
         raise UsageError("--router-core: needs that core for the router and at least one more for the rest")
@@ -76,13 +78,19 @@ def _told(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def _peer_program(namespace: argparse.Namespace) -> str:
-    program = shutil.which(namespace.peer_command or PEER)
+def peer_program(named: str | None) -> str:
+    """Where the other router is.
+
+    Raises:
+        UsageError: nowhere.
+    """
+    beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    program = shutil.which(named or PEER, path=beside)
     if program is None:
         raise UsageError(
-            f"--peer-command: there is no {namespace.peer_command or PEER}; install it into an environment of"
-            " its own (python -m venv peer; peer/bin/pip install vllm-router==0.1.17) and name"
-            " peer/bin/vllm-router here, or give --peer none"
+            f"--peer-command: there is no {named or PEER}; `make setup` installs it, and"
+            " anywhere else `pip install vllm-router==0.1.17` into an environment whose bin/vllm-router is"
+            " named here; or give --peer none"
         )
     return program
 

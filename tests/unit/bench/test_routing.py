@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -138,3 +140,17 @@ def test_what_cannot_be_measured_is_refused_by_name(arguments: list[str], named:
     bench_router.add_arguments(parser)
     with pytest.raises(UsageError, match=named):
         bench_router.run(parser.parse_args(arguments))
+
+
+def test_the_peer_is_the_program_beside_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `make` puts it; what is named is taken instead."""
+    for name in ("bin/vllm-router", "elsewhere/vllm-router"):
+        program = tmp_path / name
+        program.parent.mkdir()
+        program.write_text("")
+        program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert bench_router.peer_program(None) == str(tmp_path / "bin" / "vllm-router")
+    named = str(tmp_path / "elsewhere" / "vllm-router")
+    assert bench_router.peer_program(named) == named
