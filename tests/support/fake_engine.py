@@ -71,6 +71,8 @@ class Step:
     error_after: int | None = None
     """Send an error event instead of the event with this number."""
     cached_tokens: int | None = None
+    finish_reason: str = "length"
+    """Of an answer that is not streamed."""
     half: asyncio.Event | None = None
     """Send half of an answer that is not streamed, and wait."""
 
@@ -280,7 +282,7 @@ class FakeEngine:
         text = "".join(step.tokens)
         prompts = _prompt_count(received.body)
         choices = [
-            {"index": index, "text": f"{text}#{index}", "finish_reason": "length"}
+            {"index": index, "text": f"{text}#{index}", "finish_reason": step.finish_reason}
             for index in range(prompts * received.body.get("n", 1))
         ]
         answer = {

@@ -33,9 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to compare with, and for how long."""
     add = parser.add_argument
     add("--peer", choices=(PEER, "none"), default=PEER, help="the other router (default: %(default)s)")
-    add(
-        "--peer-command", metavar="FILE", help="its program (default: beside this Python, or in PATH)"
-    )
+    add("--peer-command", metavar="FILE", help="its program (default: beside this Python, or in PATH)")
     add("--rounds", type=int, default=3, metavar="N", help="default: %(default)s")
     add("--seconds", type=float, default=5.0, metavar="S", help="of each load (default: %(default)g)")
     add("--router-core", type=int, default=0, metavar="N", help="default: %(default)s")
