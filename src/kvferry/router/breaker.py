@@ -34,6 +34,8 @@ class Breaker:
     """In a row, without a success."""
     _until: float | None = None
     """When the next trial may be made; None while closed."""
+    _trying: bool = False
+    """Whether something was sent since it has opened last."""
 
     def state(self, now: float) -> BreakerState:
         """What it lets through now."""
@@ -49,19 +51,24 @@ class Breaker:
         """A request is sent: if it is a trial, no other one is for a while."""
         if self._until is not None:
             self._until = now + self._open_seconds()
+            self._trying = True
 
     def succeeded(self) -> None:
         """The engine has answered, be it with a rejection."""
         self._failures = self._openings = 0
         self._until = None
+        self._trying = False
 
     def failed(self, now: float) -> None:
         """The engine has failed a request that it had accepted."""
+        if self._until is not None and not self._trying:
+            # It was sent before the breaker opened: one fault of an engine fails all that is open there.
+            return
         self._failures += 1
-        trial = self._until is not None
-        if trial or self._failures >= FAILURES_MAX:
+        if self._trying or self._failures >= FAILURES_MAX:
             self._openings += 1
             self._until = now + self._open_seconds()
+            self._trying = False
 
     def reset(self) -> None:
         """Another process is behind the address."""

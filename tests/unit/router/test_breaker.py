@@ -55,9 +55,18 @@ def test_a_trial_that_is_never_heard_of_again_does_not_block_the_next() -> None:
     assert breaker.permits(2 * OPEN_SECONDS)
 
 
+def test_what_was_sent_before_it_opened_opens_it_for_no_longer() -> None:
+    """Everything that is open at an engine fails at once; that is one fault."""
+    breaker = opened()
+    for _ in range(50):
+        breaker.failed(0.1)
+    assert breaker.permits(OPEN_SECONDS)
+
+
 def test_it_stays_open_for_a_bounded_time() -> None:
     breaker = opened()
     for _ in range(2000):
+        breaker.sent(0.0)
         breaker.failed(0.0)
     assert not breaker.permits(OPEN_SECONDS_MAX * 0.99)
     assert breaker.permits(OPEN_SECONDS_MAX)
