@@ -73,7 +73,7 @@ class Dispatcher(Services):
 
     def remember(self, prompt: Prompt, route: Route, held: object) -> None:
         """A prompt has its whole answer, whose `kv_transfer_params` are `held`: its continuation may come."""
-        if self.settings.affinity == "off":
+        if self.settings.affinity != "conversation":
             return
         # The children of one prompt end apart; what one of them keeps is not the next turn's beginning.
         kept = held if isinstance(held, dict) and prompt.n == 1 else None
