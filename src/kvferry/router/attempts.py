@@ -10,7 +10,7 @@ from typing import NoReturn
 from kvferry.handoff import TransferMode
 from kvferry.router.affinity import Continuation
 from kvferry.router.choosing import Choosing
-from kvferry.router.errors import Cause, RequestError
+from kvferry.router.errors import Cause, RequestError, nobody_decodes
 from kvferry.router.legs import LegError, Reason
 from kvferry.router.openai import Body
 from kvferry.router.policy import ModeChoice, transfer_mode
@@ -91,8 +91,7 @@ class Attempts:
         """What the client is told when no decode engine is ready."""
         if self.failure is not None and self.failure.worker.role is Role.DECODE:
             return self.failure.request_error()
-        message = "no decode engine is ready; see /workers"
-        return RequestError(503, Cause.NO_DECODE, message, retry_after_seconds=1)
+        return nobody_decodes()
 
     def without_prefill(self) -> None:
         """No prefill engine is ready, or none shall be asked: the decode engine prefills itself."""

@@ -135,6 +135,12 @@ def invalid(param: str, problem: str) -> RequestError:
     return RequestError(400, Cause.INVALID_REQUEST, f"{param}: {problem}", param=param)
 
 
+def nobody_decodes() -> RequestError:
+    """A 503 for a request that needs a decode engine, when none is ready."""
+    message = "no decode engine is ready; see /workers"
+    return RequestError(503, Cause.NO_DECODE, message, retry_after_seconds=1)
+
+
 def not_allowed(path: str, method: str, allowed: Sequence[str]) -> RequestError:
     """A 405 that names the methods that the path has."""
     message = f"{path}: {method} is not one of {', '.join(allowed)}"

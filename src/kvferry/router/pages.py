@@ -12,7 +12,7 @@ import msgspec
 from kvferry.router.admin import Admin
 from kvferry.router.admission import Admission
 from kvferry.router.dispatch import Dispatcher
-from kvferry.router.errors import JSON, Cause, RequestError, invalid, not_allowed
+from kvferry.router.errors import JSON, Cause, RequestError, invalid, nobody_decodes, not_allowed
 from kvferry.router.exchange import forwarded
 from kvferry.router.failures import LegError
 from kvferry.router.http.reading import Request
@@ -151,7 +151,7 @@ class Pages:
     async def _models(self, request: Request) -> list[dict[str, Any]]:
         dispatcher = self._dispatcher
         if not await dispatcher.any_ready(Role.DECODE):
-            raise RequestError(503, Cause.NO_DECODE, "no decode engine is ready; see /workers")
+            raise nobody_decodes()
         asked = [worker for worker in self._pool.workers(Role.DECODE) if worker.ready]
         headers = forwarded(request, dispatcher.settings)
         answers = await asyncio.gather(*[self._ask(worker, headers) for worker in asked])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from kvferry.router.dispatch import Dispatcher
-from kvferry.router.errors import JSON, Cause, RequestError
+from kvferry.router.errors import JSON, nobody_decodes
 from kvferry.router.exchange import StreamOutlet, forwarded, send_whole
 from kvferry.router.failures import LegError, Reason
 from kvferry.router.http.answers import Answer
@@ -67,7 +67,7 @@ class Passing:
         model = own.get("model")
         ask = Ask(model=model if isinstance(model, str) else None)
         tried: set[Worker] = set()
-        failure = RequestError(503, Cause.NO_DECODE, "no decode engine is ready; see /workers")
+        failure = nobody_decodes()
         while True:
             worker = await self._dispatcher.worker(Role.DECODE, tried, ask=ask)
             if worker is None or worker in tried:

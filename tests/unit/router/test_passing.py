@@ -103,6 +103,21 @@ async def test_an_engines_failure_is_told_and_not_tried_again(step: Step, status
         assert world.count("passed", "error", cause) == 1
 
 
+async def test_with_nobody_ready_a_client_is_told_when_to_come_back() -> None:
+    async with router_world() as world:
+        await world.d.stop()
+        await world.check()
+        for asked in (
+            world.client.post("/v1/embeddings", json={"input": "a"}),
+            world.client.get("/v1/models"),
+            world.complete(),
+        ):
+            async with asked as response:
+                assert response.status == 503
+                assert response.headers["Retry-After"] == "1"
+                assert (await response.json())["error"]["kvferry"] == "no_decode"
+
+
 async def test_a_client_that_leaves_ends_the_engines_work() -> None:
     async with router_world() as world:
         world.d.plan(Step(after_first=asyncio.Event()))

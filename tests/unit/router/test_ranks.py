@@ -56,6 +56,18 @@ async def test_decode_ranks_are_chosen_by_the_router_too() -> None:
         assert {request.rank for request in world.d.requests} == {0, 1, 2}
 
 
+async def test_the_rank_that_has_decoded_is_asked_what_it_keeps() -> None:
+    async with router_world() as world:
+        await with_ranks(world, world.d, 3)
+        for number in range(3):
+            async with world.complete(stream=True, prompt=f"{number} times upon " * 60) as response:
+                await response.read()
+            await until(lambda: not len(world.router.dispatcher.background))
+        asked = [question.rank for question in world.d.questions]
+        assert asked == [request.rank for request in world.d.requests]
+        assert len(set(asked)) > 1
+
+
 async def test_an_engine_that_comes_back_with_fewer_ranks_loses_workers() -> None:
     """X16."""
     async with router_world() as world:
