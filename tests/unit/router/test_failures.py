@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 
 from kvferry.ids import TransferId
+from kvferry.router.breaker import FAILURES_MAX
 from kvferry.router.legs import DecodeStream
 from kvferry.router.pool import Role, Worker
 from kvferry.router.push import Legs
@@ -240,6 +241,35 @@ async def test_a_retry_prefers_a_busy_decode_engine_to_the_one_that_failed() -> 
             async with world.complete() as response:
                 assert response.status == 200
         assert [len(engine.requests) for engine in world.decode] == [1, 1]
+
+
+@pytest.mark.parametrize("step", [failing(500), Step(body=b"[1")])
+@pytest.mark.parametrize("role", Role)
+async def test_an_engine_that_keeps_failing_is_left_alone(role: Role, step: Step) -> None:
+    """Its health check says nothing of it; its requests do."""
+    policies = {"prefill_policy": "round_robin", "decode_policy": "round_robin"}
+    async with router_world(prefill=2, decode=2, transfer_mode="pull", **policies) as world:
+        # The breaker's time stands still.
+        world.router.pool.clock = lambda: 0.0
+        bad, good = world.prefill if role is Role.PREFILL else world.decode
+        bad.plan(*[step] * FAILURES_MAX)
+        for _ in range(4 * FAILURES_MAX):
+            async with world.complete() as response:
+                assert response.status == 200
+        assert len(bad.requests) == FAILURES_MAX
+        assert world.router.pool.workers(role)[0].ready
+        assert len(good.requests) == 4 * FAILURES_MAX
+
+
+async def test_an_engine_that_rejects_what_clients_ask_for_is_not_left_alone() -> None:
+    async with router_world(transfer_mode="pull") as world:
+        world.p.plan(*[failing(400)] * (2 * FAILURES_MAX))
+        for _ in range(2 * FAILURES_MAX):
+            async with world.complete() as response:
+                assert response.status == 400
+        async with world.complete() as response:
+            assert response.status == 200
+        assert world.count("pull", "ok", "none") == 1
 
 
 async def test_a_stream_that_begins_with_an_error_is_retried_for_no_byte_has_gone_out() -> None:
