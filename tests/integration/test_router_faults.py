@@ -414,6 +414,22 @@ async def test_a_late_leg_is_sent_when_prefill_ends_before_it_was_expected_to() 
         assert held("kvferry_router_decode_held_block_seconds_total") == 0.0
 
 
+async def test_a_late_leg_is_sent_before_prefill_is_expected_to_end() -> None:
+    """So that the decode engine has room by then, and what can be overlapped is."""
+    async with matrix_world("late") as world:
+        for worker in world.router.pool.workers(Role.PREFILL):
+            worker.queue.forget()
+            for _ in range(3):
+                worker.queue.times.note(1, 0.1)
+        never = asyncio.Event()
+        for engine in world.prefill:
+            engine.plan(Step(gate=never))
+        request = asyncio.create_task(world.complete().__aenter__())
+        await until(lambda: sum(asked(world.decode)) == 1)
+        assert (await request).status == 200
+        assert sum(asked(world.prefill)) == 1
+
+
 async def test_late_with_no_decode_engine_computes_nothing() -> None:
     async with matrix_world("late") as world:
         for engine in world.decode:

@@ -490,6 +490,17 @@ async def test_a_request_ends_at_its_deadline_with_status_and_cause() -> None:
         await world.legs_ended()
 
 
+async def test_the_time_in_the_queue_counts_for_the_deadline() -> None:
+    hour = 3600.0
+    settings = {"concurrent_requests_max": 1, "queue_timeout_seconds": hour, "request_timeout_seconds": 0.1}
+    async with router_world(**settings) as world, world.router.admission.enter(b"another"):
+        async with world.complete() as response:
+            assert response.status == 504
+            assert (await response.json())["error"]["kvferry"] == "timeout"
+        assert world.router.admission.waiting == 0
+        assert world.p.requests == world.d.requests == []
+
+
 async def test_a_stream_ends_at_its_deadline_with_an_error_event() -> None:
     async with router_world(request_timeout_seconds=1.0) as world:
         world.d.plan(Step(after_first=asyncio.Event()))
