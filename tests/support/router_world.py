@@ -17,6 +17,8 @@ from kvferry.router.server import RouterServer
 from kvferry.router.settings import RouterSettings
 from tests.support.fake_engine import FakeEngine, source
 
+_UNTIL_SECONDS = 60.0
+
 
 @dataclass(slots=True)
 class RouterWorld:
@@ -90,9 +92,13 @@ class RouterWorld:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Let the loop run until something is so that has no event; the test's time-out is the bound."""
-    while not condition():  # noqa: ASYNC110 - see above
-        await asyncio.sleep(0)
+    """Let the loop run until something is so that has no event.
+
+    The test's time-out is the first bound; asyncio swallows it when it comes amid a callback.
+    """
+    async with asyncio.timeout(_UNTIL_SECONDS):
+        while not condition():  # noqa: ASYNC110 - see above
+            await asyncio.sleep(0)
 
 
 @asynccontextmanager
