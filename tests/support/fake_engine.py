@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import msgspec
 from aiohttp import web
 
 from kvferry.handoff import SourceParams
@@ -32,6 +33,12 @@ class Received:
     """The engine has answered whole."""
     disconnected: asyncio.Event = field(default_factory=asyncio.Event)
     """The router closed the connection before that."""
+
+    @property
+    def rank(self) -> int | None:
+        """The data-parallel rank that it is for."""
+        rank = self.headers.get("X-data-parallel-rank")
+        return None if rank is None else int(rank)
 
     @property
     def params(self) -> dict[str, Any]:
@@ -64,6 +71,10 @@ class Step:
     error_after: int | None = None
     """Send an error event instead of the event with this number."""
     cached_tokens: int | None = None
+    finish_reason: str = "length"
+    """Of an answer that is not streamed."""
+    half: asyncio.Event | None = None
+    """Send half of an answer that is not streamed, and wait."""
 
 
 def failing(status: int, message: str = "planned", **more: Any) -> Step:
@@ -100,6 +111,10 @@ class FakeEngine:
         """Probes that ask what is kept of a turn."""
         self.releases: list[Received] = []
         self.models: list[str] = ["tiny"]
+        self.length_max: int | None = None
+        self.version: str | None = None
+        self.ranks: int | None = None
+        """How many data-parallel ranks it has and tells of; each has an identity of its own."""
         self.port = 0
         self._plan: deque[Step] = deque()
         self._arrived = asyncio.Condition()
@@ -122,8 +137,11 @@ class FakeEngine:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/version", self._version)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/v1/completions", self._infer)
         app.router.add_post("/v1/chat/completions", self._infer)
+        app.router.add_post("/{path:.*}", self._infer)
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1, handle_signals=False
         )
@@ -157,7 +175,23 @@ class FakeEngine:
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         del request
-        return web.json_response({"object": "list", "data": [{"id": name} for name in self.models]})
+        card = {} if self.length_max is None else {"max_model_len": self.length_max}
+        cards = [{"id": name, **card} for name in self.models]
+        return web.json_response({"object": "list", "data": cards})
+
+    async def _version(self, request: web.Request) -> web.StreamResponse:
+        del request
+        return (
+            web.Response(status=404) if self.version is None else web.json_response({"version": self.version})
+        )
+
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        del request
+        lines = [
+            f'vllm:num_requests_running{{engine="{rank}",model_name="tiny"}} 0.0\n'
+            for rank in range(self.ranks or 0)
+        ]
+        return web.Response(status=404) if self.ranks is None else web.Response(text="".join(lines))
 
     async def _infer(self, request: web.Request) -> web.StreamResponse:
         received = Received(request.path, request.headers, await request.json())
@@ -165,6 +199,9 @@ class FakeEngine:
             self.questions.append(received)
             told = (self.holds or {}) | {"holds": self.holds is not None}
             return web.json_response(self._answer(received, Step()) | {"kv_transfer_params": told})
+        if self.ranks is not None and received.rank is not None and received.rank >= self.ranks:
+            body = failing(400, f"data_parallel_rank {received.rank} is out of range [0, {self.ranks}).").body
+            return web.Response(status=400, body=body, content_type="application/json")
         if received.params.get("probe"):
             self.probes.append(received)
             return web.json_response(self._answer(received, Step()))
@@ -194,6 +231,8 @@ class FakeEngine:
             return web.Response(status=step.status, body=step.body, content_type=content_type, headers=others)
         if received.body.get("stream"):
             return await self._stream(step, received, request)
+        if step.half is not None:
+            return await self._send_half(step.half, received, request)
         if step.body is not None:
             return web.Response(body=step.body, content_type="application/json")
         return web.json_response(self._answer(received, step))
@@ -219,11 +258,31 @@ class FakeEngine:
         await response.write_eof()
         return response
 
+    async def _send_half(
+        self, more: asyncio.Event, received: Received, request: web.Request
+    ) -> web.StreamResponse:
+        whole = json.dumps(self._answer(received, Step())).encode()
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        response.content_length = len(whole)
+        await response.prepare(request)
+        await response.write(whole[: len(whole) // 2])
+        await more.wait()
+        await response.write(whole[len(whole) // 2 :])
+        return response
+
+    def _source(self, received: Received) -> SourceParams:
+        assert self.identity is not None
+        rank = received.rank
+        if rank is None:
+            return self.identity
+        engine = EngineId(f"{self.identity.engine}_dp{rank}")
+        return msgspec.structs.replace(self.identity, engine=engine, port=self.identity.port + rank)
+
     def _answer(self, received: Received, step: Step) -> dict[str, Any]:
         text = "".join(step.tokens)
         prompts = _prompt_count(received.body)
         choices = [
-            {"index": index, "text": f"{text}#{index}", "finish_reason": "length"}
+            {"index": index, "text": f"{text}#{index}", "finish_reason": step.finish_reason}
             for index in range(prompts * received.body.get("n", 1))
         ]
         answer = {
@@ -235,7 +294,7 @@ class FakeEngine:
             "kv_transfer_params": None,
         }
         if received.params.get("do_remote_decode") and self.identity is not None:
-            answer["kv_transfer_params"] = self.identity.to_params() | self.told
+            answer["kv_transfer_params"] = self._source(received).to_params() | self.told
         elif not received.params.get("do_remote_decode"):
             answer["kv_transfer_params"] = self.holds
         return answer

@@ -11,10 +11,13 @@ from typing import Any
 
 import aiohttp
 
+from kvferry.router.listening import Listening
 from kvferry.router.pool import Role
 from kvferry.router.server import RouterServer
 from kvferry.router.settings import RouterSettings
 from tests.support.fake_engine import FakeEngine, source
+
+_UNTIL_SECONDS = 60.0
 
 
 @dataclass(slots=True)
@@ -76,9 +79,7 @@ class RouterWorld:
         seen: list[int] = []
         while not (len(seen) > 500 and min(seen[-500:]) == max(seen[-500:]) > 1 << 16):
             await asyncio.sleep(0)
-            server = self.router._runner.server
-            assert server is not None
-            transports = [connection.transport for connection in server.connections]
+            transports = [connection.transport for connection in self.router.server.connections]
             seen.append(sum(each.get_write_buffer_size() for each in transports if each is not None))
 
     def prefill_answered(self) -> bool:
@@ -91,13 +92,19 @@ class RouterWorld:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Let the loop run until something is so that has no event; the test's time-out is the bound."""
-    while not condition():  # noqa: ASYNC110 - see above
-        await asyncio.sleep(0)
+    """Let the loop run until something is so that has no event.
+
+    The test's time-out is the first bound; asyncio swallows it when it comes amid a callback.
+    """
+    async with asyncio.timeout(_UNTIL_SECONDS):
+        while not condition():  # noqa: ASYNC110 - see above
+            await asyncio.sleep(0)
 
 
 @asynccontextmanager
-async def router_world(prefill: int = 1, decode: int = 1, **settings: Any) -> AsyncIterator[RouterWorld]:
+async def router_world(
+    prefill: int = 1, decode: int = 1, listening: Listening | None = None, **settings: Any
+) -> AsyncIterator[RouterWorld]:
     """A router that has checked its engines once, and does so again only when a test or a request asks."""
     producers = [FakeEngine(source(f"engine-p{number}", port=5600 + number)) for number in range(prefill)]
     consumers = [FakeEngine() for _ in range(decode)]
@@ -106,6 +113,8 @@ async def router_world(prefill: int = 1, decode: int = 1, **settings: Any) -> As
             await stack.enter_async_context(engine)
         chosen: dict[str, Any] = {
             "health_interval_seconds": 3600.0,
+            # A busy machine is no slow engine.
+            "health_timeout_seconds": 15.0,
             "retry_backoff_seconds": 0.0,
             "request_timeout_seconds": 15.0,
         } | settings
@@ -114,7 +123,7 @@ async def router_world(prefill: int = 1, decode: int = 1, **settings: Any) -> As
             decode=tuple(engine.url for engine in consumers),
             **chosen,
         )
-        router = await stack.enter_async_context(RouterServer(configuration))
+        router = await stack.enter_async_context(RouterServer(configuration, listening))
         client = await stack.enter_async_context(aiohttp.ClientSession(router.url))
         world = RouterWorld(router, producers, consumers, client)
         await world.check()

@@ -4,6 +4,8 @@ hooks    what kvferry's hooks cost an engine's main thread, per step and per req
 serve    load one OpenAI-compatible endpoint and report TTFT, TPOT and goodput; needs no vLLM
 layout   descriptors, planning time and memory of copies between two cache layouts; needs numpy
 compare  kvferry against vLLM's own connectors on emulated engines, with a report; needs vLLM, no GPU
+dispatch what a router saves decode engines by asking them late; needs no vLLM
+router   the router's requests/s, CPU and added TTFT beside another router; needs no vLLM
 handover one hand-over from agent to agent, beside raw NIXL; needs NIXL and numpy, no vLLM, no GPU
 pool     push, pull and auto in front of decode engines that differ, modelled; needs no vLLM, no GPU
 """
@@ -19,7 +21,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvferry.cli import bench_compare, bench_handover, bench_layout, bench_pool, bench_serve
+from kvferry.cli import (
+    bench_compare,
+    bench_dispatch,
+    bench_handover,
+    bench_layout,
+    bench_pool,
+    bench_router,
+    bench_serve,
+)
 from kvferry.errors import UsageError
 
 if TYPE_CHECKING:
@@ -67,6 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("handover", bench_handover),
         ("layout", bench_layout),
         ("pool", bench_pool),
+        ("router", bench_router),
+        ("dispatch", bench_dispatch),
     ):
         parser_of_one = commands.add_parser(name, help=module.SUMMARY, description=module.__doc__)
         parser_of_one.set_defaults(measure=module.run)

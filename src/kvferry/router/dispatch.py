@@ -12,6 +12,9 @@ The rules of a push, in the order in which they are met:
 - A dispatch that ends unserved after its prefill leg has ended well leaves KV behind; the prefill engine is
   told to release it, since the decode engine may never have heard of the request.
 - A prefill answer that shows another incarnation than the decode leg was sent to: both are sent anew.
+- With `--decode-dispatch late` the prefill leg is sent first, and the decode engine is chosen and asked
+  shortly before the expected end of prefill, or when it has ended. A prefill leg that fails before that
+  leaves no other one.
 
 Those of a pull are the same where they can be. Besides:
 
@@ -20,8 +23,12 @@ Those of a pull are the same where they can be. Besides:
   keeps the KV: same transfer, no new prefill. One that may have begun may have ended the lease of what it was
   to fetch, so then both legs are sent anew.
 
-Nothing here runs after the client's first byte, so each of these restarts is invisible to the client. The
-caller bounds the whole by the request's deadline, and ends both legs by cancelling.
+A leg also fails when it has no answer within `--leg-timeout-secs` (a pushed decode leg: from the end of
+prefill on), and when its engine's health check has been silent for too long.
+
+Nothing here runs after the client's first byte, so each of these restarts is invisible to the client. Each
+takes one of the prompt's retries and one of the router's budget. The caller bounds the whole by the request's
+deadline, and ends both legs by cancelling.
 """
 
 from __future__ import annotations
@@ -53,17 +60,20 @@ class Dispatcher(Services):
             RequestError: no leg answered, or one was rejected.
         """
         attempts = Attempts(self, prompt)
-        while True:
-            try:
-                return await _dispatch(attempts)
-            except Again:
-                continue
-            except LegError as failure:
-                attempts.after_failure(failure)
+        try:
+            while True:
+                try:
+                    return await _dispatch(attempts)
+                except Again:
+                    continue
+                except LegError as failure:
+                    attempts.after_failure(failure)
+        finally:
+            attempts.close()
 
     def remember(self, prompt: Prompt, route: Route, held: object) -> None:
         """A prompt has its whole answer, whose `kv_transfer_params` are `held`: its continuation may come."""
-        if self.settings.affinity == "off":
+        if self.settings.affinity != "conversation":
             return
         # The children of one prompt end apart; what one of them keeps is not the next turn's beginning.
         kept = held if isinstance(held, dict) and prompt.n == 1 else None
@@ -77,14 +87,18 @@ class Dispatcher(Services):
             return
         body = msgspec.json.encode(held_body(prompt.body.get("model"), transfer))
         headers = {**prompt.headers, "Content-Type": JSON, "X-Request-Id": f"{prompt.request_id}-held"}
+        headers.update(decode.headers)
         params = await self.engines.held(decode, Call(Endpoint.COMPLETIONS.value, body, headers))
         decode.holds = params.pop(HOLDS_KEY, None) is True
         turn.keep(params, self.pool.clock())
 
 
 async def _dispatch(attempts: Attempts) -> Served:
-    if attempts.alone is Cause.NONE and attempts.mode() == "pull":
-        return await _pull(attempts)
+    if attempts.alone is Cause.NONE:
+        if attempts.mode() == "pull":
+            return await _pull(attempts)
+        if attempts.settings.decode_dispatch == "late":
+            return await _push_late(attempts)
     decode = await attempts.choose(Role.DECODE)
     if decode is None:
         raise attempts.nobody_decodes()
@@ -94,8 +108,20 @@ async def _dispatch(attempts: Attempts) -> Served:
         attempts.begin()
         return await push(attempts, prefill, prefill.source, decode)
     attempts.without_prefill()
-    answer = await attempts.decode(decode, attempts.headers(), None)
+    answer = await attempts.legs.decode(decode, attempts.legs.headers(), None)
     return Served(answer, Route(decode, cause=attempts.alone), None, attempts.services.background)
+
+
+async def _push_late(attempts: Attempts) -> Served:
+    # With nobody to receive it, a prefill would be in vain.
+    if not await attempts.services.any_ready(Role.DECODE):
+        raise attempts.nobody_decodes()
+    prefill = await attempts.choose(Role.PREFILL)
+    if prefill is None or prefill.source is None:
+        attempts.without_prefill()
+        raise Again
+    attempts.begin()
+    return await push(attempts, prefill, prefill.source)
 
 
 async def _pull(attempts: Attempts) -> Served:

@@ -7,28 +7,32 @@ more.
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from types import TracebackType
 
-import aiohttp
 import msgspec
 
-from kvferry.errors import HandoffError, KvferryError
+from kvferry.errors import HandoffError
 from kvferry.handoff import SourceParams, parse_source
-from kvferry.router.errors import JSON, Cause, EngineAnswer, RequestError
+from kvferry.router.errors import JSON, EngineAnswer
+from kvferry.router.failures import LegError, Reason
+from kvferry.router.http.answers import Answer, LostError
+from kvferry.router.http.client import ConnectError, HttpClient
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.openai import PARAMS, Body, cached_tokens_of, error_message
 from kvferry.router.pool import Pool, Worker
 from kvferry.router.settings import RouterSettings
-from kvferry.router.sse import EventSplitter, EventTooLongError, data_of
+from kvferry.router.streams import DecodeStream
+from kvferry.router.timeline import Timeline
+
+__all__ = ["Call", "DecodeStream", "Engines", "LegError", "PrefillAnswer", "Reason"]
 
 logger = logging.getLogger(__name__)
 
 _ERROR_BYTES_MAX = 1 << 20
-_END_OF_BODY_SECONDS = 0.5
 RELEASE_SECONDS_MAX = 10.0
 """A release that takes longer is given up; the lease of what it was for ends by itself."""
 HELD_SECONDS_MAX = 10.0
@@ -36,51 +40,18 @@ HELD_SECONDS_MAX = 10.0
 _EVENT_STREAM = "text/event-stream"
 
 
-class Reason(enum.StrEnum):
-    """How a leg failed."""
-
-    REFUSED = "refused"
-    """No connection: the engine has not seen the request."""
-    LOST = "lost"
-    """The connection ended before the answer did."""
-    REJECTED = "rejected"
-    """A 4xx: the request is at fault, another engine would say the same."""
-    ERROR = "error"
-    """A 5xx, an error event, or an answer that cannot be read."""
-
-
-class LegError(KvferryError):
-    """One leg failed; `answer` is what the engine said, if it said something."""
-
-    def __init__(
-        self, worker: Worker, reason: Reason, detail: str, answer: EngineAnswer | None = None
-    ) -> None:
-        super().__init__(f"{worker.role.value} engine: {detail}")
-        self.worker = worker
-        self.reason = reason
-        self.answer = answer
-
-    @property
-    def may_have_started(self) -> bool:
-        """Whether the engine may have worked on the request; an overloaded one (502 to 504) has not."""
-        overloaded = self.answer is not None and self.answer.status in {502, 503, 504}
-        return self.reason is not Reason.REFUSED and not overloaded
-
-    def request_error(self) -> RequestError:
-        """What the client is told when nothing else can be tried."""
-        unanswered = 503 if self.reason is Reason.REFUSED else 502
-        status = unanswered if self.answer is None else self.answer.status
-        cause = Cause(f"{self.worker.role.value}_{self.reason.value}")
-        return RequestError(status, cause, str(self), answer=self.answer)
-
-
 @dataclass(frozen=True, slots=True)
 class Call:
     """What is sent to an engine."""
 
     path: str
-    body: bytes
+    body: bytes | None
+    """None asks by GET."""
     headers: Mapping[str, str]
+    tokens: int = 0
+    """What it makes the engine hold or compute, roughly."""
+    timeline: Timeline | None = None
+    """Of the client request that it is for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,108 +64,17 @@ class PrefillAnswer:
     """Its `kv_transfer_params` as the engine wrote them; empty when `source` is None."""
 
 
-class DecodeStream:
-    """An answered decode leg whose first event has arrived; `close` it in every case."""
-
-    def __init__(self, worker: Worker, response: aiohttp.ClientResponse, event_bytes_max: int) -> None:
-        self.worker = worker
-        self._response = response
-        self._splitter = EventSplitter(event_bytes_max)
-        self._slot = ExitStack()
-        self._first: list[bytes] | None = None
-        self._failure: LegError | None = None
-        self._finished = False
-
-    async def open(self) -> None:
-        """Wait for the first event with data.
-
-        Raises:
-            LegError: the stream ends or fails before it.
-        """
-        self._first = await self._next()
-        if self._first is None:
-            raise LegError(self.worker, Reason.LOST, "the stream ended without an event")
-
-    def closes(self, slot: ExitStack) -> None:
-        """Hand over what `close` gives back: the connection and the worker's slot."""
-        self._slot = slot
-
-    async def more(self) -> list[bytes] | None:
-        """The events that have arrived since, at least one; None after `[DONE]`, which is not one of them.
-
-        Raises:
-            LegError: the engine reports an error, or the stream ends without `[DONE]`.
-        """
-        if self._first is not None:
-            first, self._first = self._first, None
-            return first
-        return await self._next()
-
-    def close(self) -> None:
-        """End the leg; an engine that has not finished learns it by the closed connection."""
-        self._slot.close()
-
-    async def _next(self) -> list[bytes] | None:
-        while not self._finished:
-            if self._failure is not None:
-                raise self._failure
-            data = await self._read()
-            if not data:
-                raise LegError(self.worker, Reason.LOST, "the stream ended before its answer did")
-            try:
-                events = self._splitter.feed(data)
-            except EventTooLongError as error:
-                raise LegError(self.worker, Reason.ERROR, str(error)) from error
-            told, self._finished, self._failure = self._sorted(events)
-            if told:
-                return told
-        await self._read_to_end()
-        return None
-
-    async def _read(self) -> bytes:
-        try:
-            return await self._response.content.readany()
-        except (aiohttp.ClientError, OSError) as error:
-            raise LegError(self.worker, Reason.LOST, f"the stream broke: {_named(error)}") from error
-
-    async def _read_to_end(self) -> None:
-        """Read the body's end so that the connection can serve again; nothing of worth follows `[DONE]`."""
-        with suppress(TimeoutError, LegError):
-            async with asyncio.timeout(_END_OF_BODY_SECONDS):
-                while await self._read():
-                    pass
-
-    def _sorted(self, events: list[bytes]) -> tuple[list[bytes], bool, LegError | None]:
-        """`(events for the client, whether [DONE] was among them, the engine's error)`."""
-        told: list[bytes] = []
-        for event in events:
-            data = data_of(event)
-            if data is None:
-                continue
-            if data == b"[DONE]":
-                return told, True, None
-            if data.startswith(b'{"error"'):
-                return told, False, self._told_failure(data)
-            told.append(event)
-        return told, False, None
-
-    def _told_failure(self, data: bytes) -> LegError:
-        code = _error_code(data)
-        reason = Reason.REJECTED if 400 <= code < 500 else Reason.ERROR
-        message = error_message(data) or "an error without a message"
-        return LegError(self.worker, reason, message, EngineAnswer(code, data, JSON))
-
-
 class Engines:
     """Sends legs."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, pool: Pool, settings: RouterSettings, metrics: RouterMetrics
+        self, client: HttpClient, pool: Pool, settings: RouterSettings, metrics: RouterMetrics
     ) -> None:
-        self._session = session
+        self._client = client
         self._pool = pool
         self._settings = settings
         self._metrics = metrics
+        self._clock = asyncio.get_running_loop().time
 
     async def prefill(self, worker: Worker, call: Call) -> PrefillAnswer:
         """Run a prefill leg to its end, and learn from its answer who the engine is.
@@ -202,45 +82,52 @@ class Engines:
         Raises:
             LegError: it failed.
         """
-        answer = await self.answer(worker, call)
+        answer = await self._answered(worker, call)
         source = _source_of(answer)
         # An answer that was under way while the engine died says nothing of who comes after it.
-        if source is not None and worker.up:
+        if source is not None and worker.up and source != worker.source:
             self._pool.learn(worker, source)
+        if call.timeline is not None:
+            call.timeline.prefilled = self._clock()
         params = {} if source is None else answer[PARAMS]
         return PrefillAnswer(source, cached_tokens_of(answer), params)
 
     async def answer(self, worker: Worker, call: Call) -> Body:
-        """Run a leg that is not streamed to its end.
+        """Run a decode leg that is not streamed to its end.
 
         Raises:
             LegError: it failed.
         """
-        started = asyncio.get_running_loop().time()
-        with worker.leg(), self._failures(worker):
-            async with await self._post(worker, call) as response:
-                await self._refuse_failure(worker, response)
-                raw = await _read_bounded(worker, response, self._settings.answer_bytes_max)
-        self._observe(worker, "answer", started)
-        return _object(worker, raw)
+        answer = await self._answered(worker, call)
+        if call.timeline is not None:
+            call.timeline.answered = self._clock()
+        return answer
 
     async def release(self, worker: Worker, call: Call) -> None:
         """Tell a prefill engine that nobody will come for a transfer. A lease ends where this fails."""
         try:
-            async with asyncio.timeout(RELEASE_SECONDS_MAX), await self._post(worker, call) as response:
-                await _read_bounded(worker, response, self._settings.answer_bytes_max)
-        except (LegError, aiohttp.ClientError, TimeoutError) as error:
-            logger.info("%s could not be told of a release: %s", worker.url, error)
+            async with asyncio.timeout(RELEASE_SECONDS_MAX):
+                answer = await self._client.send(worker.url, call.path, call.headers, call.body)
+                try:
+                    await read_bounded(worker, answer, self._settings.answer_bytes_max)
+                finally:
+                    answer.close()
+        except (LegError, ConnectError, LostError, TimeoutError) as error:
+            logger.info("%s could not be told of a release: %s", worker.name, error)
 
     async def held(self, worker: Worker, call: Call) -> Body:
         """Ask a decode engine what it keeps of a turn; empty when it does not tell."""
         try:
-            async with asyncio.timeout(HELD_SECONDS_MAX), await self._post(worker, call) as response:
-                await self._refuse_failure(worker, response)
-                raw = await _read_bounded(worker, response, self._settings.answer_bytes_max)
+            async with asyncio.timeout(HELD_SECONDS_MAX):
+                answer = await self._client.send(worker.url, call.path, call.headers, call.body)
+                try:
+                    await self._refuse_failure(worker, answer)
+                    raw = await read_bounded(worker, answer, self._settings.answer_bytes_max)
+                finally:
+                    answer.close()
             params = _object(worker, raw).get(PARAMS)
-        except (LegError, aiohttp.ClientError, TimeoutError) as error:
-            logger.info("%s does not tell what it keeps: %s", worker.url, error)
+        except (LegError, ConnectError, LostError, TimeoutError) as error:
+            logger.info("%s does not tell what it keeps: %s", worker.name, error)
             return {}
         return params if isinstance(params, dict) else {}
 
@@ -250,20 +137,38 @@ class Engines:
         Raises:
             LegError: it failed before.
         """
-        started = asyncio.get_running_loop().time()
+        started = self._clock()
         with ExitStack() as slot:
-            slot.enter_context(worker.leg())
-            with self._failures(worker):
-                response = await self._post(worker, call)
-                slot.callback(response.close)
-                await self._refuse_failure(worker, response)
-                if response.content_type != _EVENT_STREAM:
-                    raise LegError(worker, Reason.ERROR, f"streams {response.content_type!r}, not events")
-                stream = DecodeStream(worker, response, self._settings.event_bytes_max)
+            leg = slot.enter_context(worker.leg(call.tokens))
+            call = _traced(worker, call, slot)
+            with self.failures(worker):
+                answer = await self._send(worker, call, started)
+                slot.callback(answer.close)
+                await self._refuse_failure(worker, answer)
+                if answer.content_type != _EVENT_STREAM:
+                    raise LegError(worker, Reason.ERROR, f"streams {answer.content_type!r}, not events")
+                stream = leg.stream = DecodeStream(worker, answer, self._settings.event_bytes_max)
                 await stream.open()
             stream.closes(slot.pop_all())
-        self._observe(worker, "first", started)
+        now = self._clock()
+        self._metrics.leg.labels(worker.role.value, "first").observe(now - started)
+        if call.timeline is not None:
+            call.timeline.answered = now
         return stream
+
+    async def send(self, worker: Worker, call: Call) -> Answer:
+        """Send a request that the caller reads inside `failures`; close the answer.
+
+        Raises:
+            LegError: the engine answered with an error.
+        """
+        answer = await self._send(worker, call, self._clock())
+        try:
+            await self._refuse_failure(worker, answer)
+        except BaseException:
+            answer.close()
+            raise
+        return answer
 
     async def models(self, worker: Worker, headers: Mapping[str, str]) -> bytes:
         """The body of the engine's `/v1/models`.
@@ -271,58 +176,112 @@ class Engines:
         Raises:
             LegError: it failed.
         """
-        with self._failures(worker):
-            async with self._session.get(f"{worker.url}/v1/models", headers=headers) as response:
-                await self._refuse_failure(worker, response)
-                return await _read_bounded(worker, response, _ERROR_BYTES_MAX)
+        with self.failures(worker):
+            answer = await self._client.send(worker.url, "/v1/models", headers)
+            try:
+                await self._refuse_failure(worker, answer)
+                return await read_bounded(worker, answer, _ERROR_BYTES_MAX)
+            finally:
+                answer.close()
 
-    async def _post(self, worker: Worker, call: Call) -> aiohttp.ClientResponse:
-        return await self._session.post(
-            worker.url + call.path, data=call.body, headers=call.headers, allow_redirects=False
-        )
+    async def _answered(self, worker: Worker, call: Call) -> Body:
+        if call.timeline is None or call.timeline.trace is None:
+            return await self._whole(worker, call)
+        with ExitStack() as span:
+            return await self._whole(worker, _traced(worker, call, span))
 
-    async def _refuse_failure(self, worker: Worker, response: aiohttp.ClientResponse) -> None:
-        status = response.status
+    async def _whole(self, worker: Worker, call: Call) -> Body:
+        started = self._clock()
+        with worker.leg(call.tokens), self.failures(worker):
+            answer = await self._send(worker, call, started)
+            try:
+                await self._refuse_failure(worker, answer)
+                raw = await read_bounded(worker, answer, self._settings.answer_bytes_max)
+            finally:
+                answer.close()
+        self._metrics.leg.labels(worker.role.value, "answer").observe(self._clock() - started)
+        return _object(worker, raw)
+
+    async def _send(self, worker: Worker, call: Call, now: float) -> Answer:
+        if call.timeline is not None:
+            call.timeline.leg_sent(worker.role.value, worker.name, now)
+        return await self._client.send(worker.url, call.path, call.headers, call.body)
+
+    async def _refuse_failure(self, worker: Worker, answer: Answer) -> None:
+        status = answer.status
         if status == 200:
             return
-        raw = await _read_bounded(worker, response, _ERROR_BYTES_MAX)
-        content_type = response.headers.get("Content-Type", JSON)
-        answer = EngineAnswer(status, raw, content_type, response.headers.get("Retry-After"))
+        raw = await read_bounded(worker, answer, _ERROR_BYTES_MAX)
+        content_type = answer.header(b"content-type") or JSON
+        said = EngineAnswer(status, raw, content_type, answer.header(b"retry-after") or None)
         told = error_message(raw)
         detail = f"answered {status}" + (f": {told}" if told else "")
         if 400 <= status < 500:
-            raise LegError(worker, Reason.REJECTED, detail, answer)
-        raise LegError(worker, Reason.ERROR, detail, answer if status >= 500 else None)
+            raise LegError(worker, Reason.REJECTED, detail, said)
+        raise LegError(worker, Reason.ERROR, detail, said if status >= 500 else None)
 
-    @contextmanager
-    def _failures(self, worker: Worker) -> Iterator[None]:
-        """The one place where the HTTP client's errors become ours; a worker that does not answer is down."""
-        try:
-            yield
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+    def failures(self, worker: Worker) -> Failures:
+        """A context manager in which the HTTP client's errors become a `LegError`."""
+        return Failures(self._pool, worker)
+
+
+class Failures:
+    """The one place where the HTTP client's errors become a `LegError`; who does not answer is down.
+
+    Raises:
+        LegError: on leaving, instead of what the client has raised.
+    """
+
+    __slots__ = ("_pool", "_worker")
+
+    def __init__(self, pool: Pool, worker: Worker) -> None:
+        self._pool = pool
+        self._worker = worker
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Take the worker down if it was the worker's fault, and say so."""
+        worker = self._worker
+        if isinstance(error, ConnectError):
             self._pool.down(worker, f"cannot be reached: {error}")
             raise LegError(worker, Reason.REFUSED, "cannot be reached") from error
-        except (aiohttp.ClientError, OSError) as error:
-            self._pool.down(worker, f"lost: {_named(error)}")
-            raise LegError(worker, Reason.LOST, f"the connection was lost: {_named(error)}") from error
-        except LegError as error:
-            if error.reason is Reason.LOST:
-                self._pool.down(worker, str(error))
-            raise
-
-    def _observe(self, worker: Worker, stage: str, started: float) -> None:
-        seconds = asyncio.get_running_loop().time() - started
-        self._metrics.leg.labels(worker.role.value, stage).observe(seconds)
+        if isinstance(error, LostError):
+            self._pool.down(worker, f"lost: {error}")
+            raise LegError(worker, Reason.LOST, f"the connection was lost: {error}") from error
+        if isinstance(error, LegError) and error.reason is Reason.LOST:
+            self._pool.down(worker, str(error))
 
 
-async def _read_bounded(worker: Worker, response: aiohttp.ClientResponse, bytes_max: int) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    async for part in response.content.iter_any():
+def _traced(worker: Worker, call: Call, span: ExitStack) -> Call:
+    """The call with its leg's span as the engine's parent; the span ends with the stack."""
+    trace = None if call.timeline is None else call.timeline.trace
+    if trace is None:
+        return call
+    headers = span.enter_context(trace.leg(worker.role.value, worker.name))
+    return replace(call, headers={**call.headers, **headers})
+
+
+async def read_bounded(worker: Worker, answer: Answer, bytes_max: int) -> bytes:
+    """The whole body.
+
+    Raises:
+        LegError: it is longer.
+        LostError: the connection ended before it did.
+    """
+    whole = await answer.read()
+    if answer.ended and answer.drained and len(whole) <= bytes_max:
+        return whole
+    parts = [whole]
+    size = len(whole)
+    while size <= bytes_max and (part := await answer.read()):
         size += len(part)
-        if size > bytes_max:
-            raise LegError(worker, Reason.ERROR, f"its answer has more than {bytes_max} bytes")
         parts.append(part)
+    if size > bytes_max:
+        raise LegError(worker, Reason.ERROR, f"its answer has more than {bytes_max} bytes")
     return b"".join(parts)
 
 
@@ -342,16 +301,3 @@ def _source_of(answer: Body) -> SourceParams | None:
         return parse_source(answer.get(PARAMS))
     except HandoffError:
         return None
-
-
-def _error_code(data: bytes) -> int:
-    try:
-        error = msgspec.json.decode(data).get("error")
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return 500
-    code = error.get("code") if isinstance(error, Mapping) else None
-    return code if isinstance(code, int) and 400 <= code < 600 else 500
-
-
-def _named(error: BaseException) -> str:
-    return str(error) or type(error).__name__

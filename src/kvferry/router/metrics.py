@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from kvferry.router.histograms import Histogram
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -22,25 +24,41 @@ class RouterMetrics:
             " cause.",
             ("path", "outcome", "cause"),
         )
-        self.ttft = Histogram(
-            "kvferry_router_ttft_seconds",
-            "From the client's request to its first byte, streams only.",
-            buckets=_LATENCY,
-            registry=self.registry,
+        self.ttft = self._histogram(
+            "kvferry_router_ttft_seconds", "From the client's request to its first byte, streams only."
         )
         self.itl = Histogram(
             "kvferry_router_itl_seconds",
             "Between two pieces of a stream.",
-            buckets=_BETWEEN_TOKENS,
-            registry=self.registry,
+            (),
+            _BETWEEN_TOKENS,
+            self.registry,
         )
-        self.leg = Histogram(
+        self.e2e = self._histogram(
+            "kvferry_router_e2e_seconds",
+            "From a client's request to the end of its answer, by outcome.",
+            "outcome",
+        )
+        self.stage = self._histogram(
+            "kvferry_router_stage_seconds",
+            "Where requests' time went: queue (arrival to the first leg), prefill, hand_over (from its end to"
+            " the decode engine's first answer), first_token (arrival to the client's first byte).",
+            "stage",
+        )
+        self.leg = self._histogram(
             "kvferry_router_leg_seconds",
             "From a leg's start to a stage of it: first (its first event), answer (the whole of it).",
-            ("leg", "stage"),
-            buckets=_LATENCY,
-            registry=self.registry,
+            "leg",
+            "stage",
         )
+        self._choosing()
+        self.log_lines_dropped = self._counter(
+            "kvferry_router_log_lines_dropped_total", "Lines of the access log that could not be written.", ()
+        )
+        self._counted: dict[tuple[str, str, str], Counter] = {}
+        self._dispatching()
+
+    def _choosing(self) -> None:
         self.retries = self._counter(
             "kvferry_router_retries_total",
             "Legs that were sent anew, by the leg that failed and why.",
@@ -71,8 +89,37 @@ class RouterMetrics:
             "kvferry_router_requests_in_flight", "Client requests being served.", registry=self.registry
         )
 
+    def _dispatching(self) -> None:
+        self.retries_denied = self._counter(
+            "kvferry_router_retries_denied_total",
+            "Retries that the budget of all requests did not allow.",
+            (),
+        )
+        self.held_block_seconds = self._counter(
+            "kvferry_router_decode_held_block_seconds_total",
+            "Blocks of 16 tokens times seconds for which decode engines held room for prompts whose prefill"
+            " had not ended; push only.",
+            (),
+        )
+        self.queued = Gauge(
+            "kvferry_router_requests_queued",
+            "Client requests that wait for their turn.",
+            registry=self.registry,
+        )
+
     def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
+
+    def count_request(self, path: str, outcome: str, cause: str) -> None:
+        """Count a client request that has ended."""
+        labels = (path, outcome, cause)
+        counter = self._counted.get(labels)
+        if counter is None:
+            counter = self._counted[labels] = self.requests.labels(*labels)
+        counter.inc()
+
+    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
+        return Histogram(name, text, labels, _LATENCY, self.registry)
 
     def exposition(self) -> bytes:
         """The text that `/metrics` answers with."""

@@ -76,7 +76,7 @@ def read(endpoint: Endpoint, raw: bytes, prompts_max: int) -> ClientRequest:
     Raises:
         RequestError: 400, naming the field.
     """
-    body = _own_body(_decoded(raw))
+    body = own_body(read_object(raw))
     n = _whole_number(body, "n", 1)
     stream = _flag(body, "stream")
     model = body.get("model")
@@ -193,7 +193,12 @@ def error_message(raw: bytes) -> str | None:
     return message if isinstance(message, str) else None
 
 
-def _decoded(raw: bytes) -> Body:
+def read_object(raw: bytes) -> Body:
+    """A client's body as an object.
+
+    Raises:
+        RequestError: 400, it is none.
+    """
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -205,7 +210,7 @@ def _decoded(raw: bytes) -> Body:
     return body
 
 
-def _own_body(body: Body) -> Body:
+def own_body(body: Body) -> Body:
     """The body without what would steer the hand-over; vLLM also reads it from `vllm_xargs`."""
     kept = {key: value for key, value in body.items() if key != PARAMS}
     extra = kept.get("vllm_xargs")

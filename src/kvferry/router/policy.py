@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from random import Random
 
 from kvferry.handoff import TransferMode
@@ -11,7 +12,8 @@ from kvferry.handoff import TransferMode
 Policy = Callable[[Sequence[int], int, Random], int]
 """`(loads, turn, chance)` -> index into loads.
 
-`loads` are legs in flight, or expected waits in microseconds, and never empty; `turn` counts choices.
+`loads` are tokens in flight, with a prompt's own part for `cache_aware`, or expected waits in microseconds,
+and never empty; `turn` counts choices.
 """
 
 KEEP_FACTOR = 2
@@ -60,9 +62,12 @@ POLICIES: dict[str, Policy] = {
     "least_load": least_load,
     "power_of_two": power_of_two,
     "least_wait": least_load,
+    "cache_aware": least_load,
 }
 MEASURED_POLICIES = frozenset({"least_wait"})
 """Those whose loads are expected waits."""
+CACHE_POLICIES = frozenset({"cache_aware"})
+"""Those whose loads are `prefix_costs`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,20 @@ def expected_waits(queues: Sequence[Queue]) -> list[float]:
         else queue.wait_seconds * ((1 + queue.in_flight) / (1 + queue.usual_in_flight)) ** 2
         for queue in queues
     ]
+
+
+def prefix_costs(loads: Sequence[int], matched: Sequence[float], tokens: int) -> list[int]:
+    """The tokens that stand between a prompt and its first token at each engine.
+
+    `loads` are those in flight, `matched` is the share of the prompt's `tokens` that the engine has. So an
+    engine that has a prefix is taken until others are idler by more than the prefix is long.
+    """
+    return [load + round(tokens * (1.0 - share)) for load, share in zip(loads, matched, strict=True)]
+
+
+def rendezvous(names: Sequence[str], key: bytes) -> int:
+    """The index of the name that a key belongs to: the same in every router, until that name is gone."""
+    return max(range(len(names)), key=lambda index: blake2b(names[index].encode(), key=key[:64]).digest())
 
 
 def worth_keeping(load: int, least: int) -> bool:

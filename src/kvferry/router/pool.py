@@ -1,66 +1,63 @@
 """The engines that the router knows, and the choice among them.
 
 Everything here belongs to the event loop's thread. A worker is `ready` when a request can be sent to it: it
-answers its health check and, being a prefill engine, has told its coordinates.
+answers its health check, is not being drained and, being a prefill engine, has told its coordinates. It is
+usable when, besides, its circuit breaker lets requests through.
+
+Breakers choose between engines; they never leave a prompt without a decode engine. When all are open, one of
+those is asked: its error is worth more to a client than ours. Without a usable prefill engine the decode
+engine computes, so there the breakers have the last word.
 """
 
 from __future__ import annotations
 
-import enum
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from random import Random
 
+from kvferry.errors import UsageError
 from kvferry.handoff import SourceParams
 from kvferry.router.late_choice import LateChoice
-from kvferry.router.pace import Pace
-from kvferry.router.policy import MEASURED_POLICIES, POLICIES, Queue, expected_waits, worth_keeping
+from kvferry.router.policy import (
+    CACHE_POLICIES,
+    MEASURED_POLICIES,
+    POLICIES,
+    Queue,
+    expected_waits,
+    prefix_costs,
+    rendezvous,
+    worth_keeping,
+)
+from kvferry.router.prefixes import Prefixes
+from kvferry.router.worker import Leg, Model, Origin, Role, Worker
+
+__all__ = ["Ask", "Leg", "Model", "Origin", "Pool", "Role", "Worker", "same_engine"]
+
+WORKERS_MAX = 4096
 
 
-class Role(enum.StrEnum):
-    """What an engine does for a request; also the name of the leg that goes to it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What a choice may depend on besides the engines."""
 
-    PREFILL = "prefill"
-    DECODE = "decode"
+    model: str | None = None
+    tokens: int = 0
+    chain: Sequence[bytes] = ()
+    """The hashes of the prompt's pieces, where they are known."""
+    session: bytes | None = None
+    """Of the client's conversation, when its engine shall follow from its name."""
 
 
-@dataclass(slots=True, eq=False)
-class Worker:
-    """One engine at one address."""
+ANYTHING = Ask()
 
-    url: str
-    role: Role
-    up: bool = False
-    source: SourceParams | None = None
-    """Where its KV can be had; None until a probe or an answer told, and again after a sign of a restart."""
-    problem: str = "not checked yet"
-    """Why it is not ready; empty when it is."""
-    in_flight: int = 0
-    """Legs open to it."""
-    pace: Pace = field(default_factory=Pace)
-    """A decode engine's: what it adds to the first token by itself."""
-    holds: bool | None = None
-    """A decode engine's: whether it keeps anything after a turn; None until it was asked."""
-    losses: int = 0
-    """How often it was found to be down: another may have come back each time."""
-    hanging: bool = False
-    """Its last check got no answer in time: no request waits for the next one."""
 
-    @property
-    def ready(self) -> bool:
-        """Whether a request can be sent to it."""
-        return self.up and (self.role is Role.DECODE or self.source is not None)
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """A prompt's own leg, which may have ended."""
 
-    @contextmanager
-    def leg(self) -> Iterator[None]:
-        """Count one leg for as long as it is open."""
-        self.in_flight += 1
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
+    worker: Worker
+    tokens: int
 
 
 @dataclass(slots=True)
@@ -79,85 +76,151 @@ class Pool:
     """Told after each change of a worker's readiness."""
     clock: Callable[[], float] = time.monotonic
     late_choice: LateChoice = field(default_factory=LateChoice)
+    joined: Callable[[Worker], None] = field(default=lambda worker: None)
+    """Told of each worker that is added later."""
+    left: Callable[[Worker], None] = field(default=lambda worker: None)
+    """Told of each worker that is gone from the pool."""
+    prefixes: Prefixes = field(default_factory=Prefixes)
     _sides: dict[Role, _Side] = field(default_factory=dict)
 
     def add(self, role: Role, urls: Collection[str], policy: str) -> None:
-        """Add the engines of a role; none is ready before its first check."""
+        """Add a role with its first engines; none is ready before its first check."""
         self._sides[role] = _Side(policy, [Worker(url, role) for url in urls])
         for worker in self._sides[role].workers:
-            self.changed(worker)
+            self._tell(worker)
+
+    def join(self, worker: Worker) -> None:
+        """Add an engine later.
+
+        Raises:
+            UsageError: there is one by that name, or there are too many.
+        """
+        if self.named(worker.role, worker.name) is not None:
+            raise UsageError(f"{worker.role.value}: {worker.name} is in the pool already")
+        if len(self.workers()) >= WORKERS_MAX:
+            raise UsageError(f"{worker.role.value}: the pool has {WORKERS_MAX} workers, as many as it takes")
+        self._sides[worker.role].workers.append(worker)
+        self._tell(worker)
+        self.joined(worker)
+
+    def drain(self, worker: Worker) -> None:
+        """Send nothing new to a worker."""
+        worker.draining = True
+        worker.problem = "is being drained"
+        self._tell(worker)
+
+    def undrain(self, worker: Worker) -> None:
+        """Send to a drained worker again."""
+        worker.draining = False
+        worker.problem = "" if worker.ready else "not checked yet"
+        self._tell(worker)
+
+    def remove(self, worker: Worker) -> None:
+        """Take a worker out of the pool; what is open there goes on."""
+        self.drain(worker)
+        self._sides[worker.role].workers.remove(worker)
+        worker.gone = True
+        self.left(worker)
+
+    def named(self, role: Role, name: str) -> Worker | None:
+        """The worker of that name."""
+        return next((worker for worker in self._sides[role].workers if worker.name == name), None)
 
     def workers(self, role: Role | None = None) -> list[Worker]:
         """The workers of a role, or all."""
-        sides = self._sides.values() if role is None else (self._sides[role],)
+        sides: Iterable[_Side] = self._sides.values() if role is None else (self._sides[role],)
         return [worker for side in sides for worker in side.workers]
 
     def choose(
-        self, role: Role, tried: Collection[Worker] = (), preferred: Worker | None = None
+        self,
+        role: Role,
+        tried: Collection[Worker] = (),
+        preferred: Worker | None = None,
+        ask: Ask = ANYTHING,
     ) -> Worker | None:
-        """A ready worker by the role's policy, an untried one if there is one; None when none is ready.
+        """A usable worker by the role's policy, an untried one if there is one; None when none is usable.
 
         The `preferred` one is taken as long as it is no worse off than `keeps` says.
         """
-        if preferred is not None and preferred not in tried and self.keeps(preferred):
-            return preferred
+        now = self.clock()
         side = self._sides[role]
-        ready = [worker for worker in side.workers if worker.ready]
-        fresh = [worker for worker in ready if worker not in tried] or ready
+        fitting = _fitting(_usable(side, now), ask.model)
+        fresh = [worker for worker in fitting if worker not in tried] if tried else fitting
+        fresh = fresh or fitting
         if not fresh:
             return None
-        index = self._chosen(side, self._queues(fresh))
-        side.turn += 1
-        return fresh[index]
+        chosen = self._kept(fresh, preferred, ask)
+        if chosen is None:
+            chosen = fresh[self._next(side, fresh, ask, now)]
+            side.turn += 1
+        chosen.breaker.sent(now)
+        return chosen
 
-    def next(self, role: Role) -> Worker | None:
-        """The one that `choose` would take now."""
+    def next(self, role: Role, preferred: Worker | None = None, ask: Ask = ANYTHING) -> Worker | None:
+        """The one that the policy would choose now; None when none is usable, or affinity has settled it."""
+        now = self.clock()
         side = self._sides[role]
-        ready = [worker for worker in side.workers if worker.ready]
-        return ready[self._chosen(side, self._queues(ready))] if ready else None
+        fitting = _fitting(_usable(side, now), ask.model)
+        if not fitting or self._kept(fitting, preferred, ask) is not None:
+            return None
+        return fitting[self._next(side, fitting, ask, now)]
 
-    def gain_seconds(self, early: Worker, *, has_leg: bool) -> float:
+    def gain_seconds(self, early: Worker, ask: Ask = ANYTHING, *, leg_tokens: int = 0) -> float:
         """How much sooner than at `early` a first token is expected at the engine that is chosen now.
 
-        `has_leg` says that the prompt has a leg at `early`, which is no load to itself.
+        `leg_tokens` are those of the prompt's leg at `early`, which is no load to itself; 0 when it has none.
         """
+        now = self.clock()
         side = self._sides[early.role]
-        ready = [worker for worker in side.workers if worker.ready]
-        if early not in ready:
+        fitting = _fitting(_usable(side, now), ask.model)
+        if early not in fitting:
             return 0.0
-        queues, own = self._queues(ready), ready.index(early)
-        # Its leg may have ended.
-        queues[own] = replace(queues[own], in_flight=max(queues[own].in_flight - has_leg, 0))
-        waits = expected_waits(queues)
-        return waits[own] - waits[self._chosen(side, queues)]
+        own = _Own(early, leg_tokens) if leg_tokens else None
+        waits = expected_waits(_queues(fitting, now, own))
+        return waits[fitting.index(early)] - waits[self._next(side, fitting, ask, now, own)]
 
-    def _chosen(self, side: _Side, queues: list[Queue]) -> int:
-        loads = [queue.in_flight for queue in queues]
+    def _kept(self, workers: Sequence[Worker], preferred: Worker | None, ask: Ask) -> Worker | None:
+        """The one that affinity takes; None when the policy has the choice."""
+        if preferred is None and ask.session is not None:
+            preferred = workers[rendezvous([worker.name for worker in workers], ask.session)]
+        if preferred is None or preferred not in workers or not self.keeps(preferred):
+            return None
+        return preferred
+
+    def _next(
+        self, side: _Side, workers: Sequence[Worker], ask: Ask, now: float, own: _Own | None = None
+    ) -> int:
         if side.policy in MEASURED_POLICIES:
-            loads = [round(seconds * 1e6) for seconds in expected_waits(queues)]
+            waits = expected_waits(_queues(workers, now, own))
+            loads = [round(seconds * 1e6) for seconds in waits]
+        else:
+            loads = _tokens(workers, own)
+        if side.policy in CACHE_POLICIES:
+            loads = prefix_costs(loads, self.prefixes.matched(ask.chain, workers, now), ask.tokens)
         return POLICIES[side.policy](loads, side.turn, self.chance)
 
     def keeps(self, worker: Worker) -> bool:
-        """Whether a worker that knows a conversation goes on with it: ready, not much busier than others."""
+        """Whether a worker that knows a conversation goes on with it: usable, not much busier than others."""
+        if not worker.ready or not worker.breaker.permits(self.clock()):
+            return False
         ready = [other.in_flight for other in self._sides[worker.role].workers if other.ready]
-        return worker.ready and worth_keeping(worker.in_flight, min(ready))
+        return worth_keeping(worker.in_flight, min(ready, default=0))
 
-    def queues(self, role: Role) -> list[Queue]:
-        """What is known of the role's ready workers."""
-        return self._queues([worker for worker in self._sides[role].workers if worker.ready])
-
-    def _queues(self, workers: Sequence[Worker]) -> list[Queue]:
+    def queues(self, role: Role, ask: Ask = ANYTHING) -> list[Queue]:
+        """What is known of the role's workers that may be chosen."""
         now = self.clock()
-        return [Queue(worker.in_flight, worker.pace.recent(now), worker.pace.legs) for worker in workers]
+        return _queues(_fitting(_usable(self._sides[role], now), ask.model), now)
 
     def any_ready(self, role: Role) -> bool:
-        """Whether a worker of the role is ready."""
-        return any(worker.ready for worker in self._sides[role].workers)
+        """Whether a worker of the role is usable."""
+        return bool(_usable(self._sides[role], self.clock()))
 
     @property
     def ready(self) -> bool:
-        """Whether a request could be handed over: at least one ready engine of each role."""
-        return all(self.any_ready(role) for role in self._sides)
+        """Whether a request could be handed over: usable engines of both roles that serve one model."""
+        now = self.clock()
+        served = [_served(_usable(side, now)) for side in self._sides.values()]
+        return all(served) and (None in set().union(*served) or bool(set.intersection(*served)))
 
     def alive(self, worker: Worker) -> None:
         """The worker answered its health check."""
@@ -165,24 +228,33 @@ class Pool:
         worker.hanging = False
         if worker.ready:
             worker.problem = ""
-        self.changed(worker)
+        self._tell(worker)
 
     def down(self, worker: Worker, problem: str) -> None:
         """The worker cannot serve. Another may come back at its address, so its identity is forgotten."""
         worker.up = False
         worker.source = None
-        worker.holds = None
-        worker.pace.forget()
+        worker.models = ()
         worker.losses += 1
+        worker.forget()
         worker.problem = problem
-        self.changed(worker)
+        self._tell(worker)
 
     def learn(self, worker: Worker, source: SourceParams) -> None:
-        """Note where the worker's KV can be had."""
+        """Note where the worker's KV can be had; what was known of another incarnation is forgotten."""
+        if worker.source is not None and not same_engine(worker.source, source):
+            worker.losses += 1
+            worker.models = ()
+            worker.forget()
+            worker.breaker.reset()
         worker.source = source
         if worker.ready:
             worker.problem = ""
-        self.changed(worker)
+        self._tell(worker)
+
+    def _tell(self, worker: Worker) -> None:
+        if not worker.gone:
+            self.changed(worker)
 
 
 def same_engine(one: SourceParams, other: SourceParams) -> bool:
@@ -192,3 +264,44 @@ def same_engine(one: SourceParams, other: SourceParams) -> bool:
 
 def _identity(source: SourceParams) -> tuple[object, ...]:
     return (source.engine, source.incarnation, source.host, source.port, source.tp, source.pp)
+
+
+def _queues(workers: Sequence[Worker], now: float, own: _Own | None = None) -> list[Queue]:
+    return [
+        Queue(worker.in_flight, worker.pace.recent(now), worker.pace.legs)
+        if own is None or worker is not own.worker
+        else Queue(max(worker.in_flight - 1, 0), worker.pace.recent(now), worker.pace.legs)
+        for worker in workers
+    ]
+
+
+def _tokens(workers: Sequence[Worker], own: _Own | None) -> list[int]:
+    return [
+        worker.tokens if own is None or worker is not own.worker else max(worker.tokens - own.tokens, 0)
+        for worker in workers
+    ]
+
+
+def _usable(side: _Side, now: float) -> list[Worker]:
+    ready = [worker for worker in side.workers if worker.ready]
+    usable = [worker for worker in ready if worker.breaker.permits(now)]
+    return usable or [worker for worker in ready if worker.role is Role.DECODE]
+
+
+def _fitting(workers: list[Worker], model: str | None) -> list[Worker]:
+    """Those that serve the model; all when none says so, for the engines know best what they can load."""
+    if model is None:
+        return workers
+    serving = [worker for worker in workers if any(each.name == model for each in worker.models)]
+    unknown = [worker for worker in workers if not worker.models]
+    return serving or unknown or workers
+
+
+def _served(workers: Iterable[Worker]) -> set[str | None]:
+    """The names of the models that the workers serve; None stands for a worker that has not told."""
+    names: set[str | None] = set()
+    for worker in workers:
+        names.update(model.name for model in worker.models)
+        if not worker.models:
+            names.add(None)
+    return names

@@ -6,6 +6,7 @@ turn.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,16 @@ from kvferry.errors import HandoffError, KvferryError
 from kvferry.handoff import HELD_OF_KEY, PrefillParams, SourceParams, parse_source
 from kvferry.ids import TransferId
 from kvferry.router.openai import PARAMS, Endpoint, error_message
+from kvferry.router.worker import Model
 
 if TYPE_CHECKING:
     import aiohttp
 
 _ANSWER_BYTES_MAX = 1 << 20
+_METRICS_BYTES_MAX = 16 << 20
+_MODELS_MAX = 4096
+_RANKS_MAX = 1024
+_ENGINE_LABEL = re.compile(rb'^vllm:num_requests_running\{[^}]*\bengine="(\d+)"', re.MULTILINE)
 
 
 class ProbeError(KvferryError):
@@ -54,6 +60,48 @@ async def probe(session: aiohttp.ClientSession, url: str, headers: Mapping[str, 
         return parse_source(params)
     except HandoffError as error:
         raise ProbeError(f"its coordinates make no sense: {error}", unsuitable=True) from error
+
+
+async def models_of(
+    session: aiohttp.ClientSession, url: str, headers: Mapping[str, str]
+) -> tuple[Model, ...]:
+    """The models that the engine at `url` serves, adapters included, with their limits.
+
+    Raises:
+        ProbeError: the engine answered something else.
+        aiohttp.ClientError: no answer.
+    """
+    answer = await _json(session.get(f"{url}/v1/models", headers=headers), "/v1/models")
+    data = answer.get("data")
+    models = [_model(card) for card in data[:_MODELS_MAX]] if isinstance(data, list) else []
+    return tuple(model for model in models if model is not None)
+
+
+async def version_of(session: aiohttp.ClientSession, url: str, headers: Mapping[str, str]) -> str:
+    """The engine's version; empty when it does not tell.
+
+    Raises:
+        aiohttp.ClientError: no answer.
+    """
+    try:
+        version = (await _json(session.get(f"{url}/version", headers=headers), "/version")).get("version")
+    except ProbeError:
+        return ""
+    return version[:64] if isinstance(version, str) and version.isprintable() else ""
+
+
+async def ranks_of(session: aiohttp.ClientSession, url: str, headers: Mapping[str, str]) -> int | None:
+    """How many data-parallel ranks are behind `url`, by its metrics; None when they do not tell.
+
+    Raises:
+        aiohttp.ClientError: no answer.
+    """
+    try:
+        raw = await _read(session.get(f"{url}/metrics", headers=headers), "/metrics", _METRICS_BYTES_MAX)
+    except ProbeError:
+        return None
+    ranks = set(_ENGINE_LABEL.findall(raw))
+    return min(len(ranks), _RANKS_MAX) or None
 
 
 def probe_body(model: str) -> dict[str, Any]:
@@ -104,13 +152,33 @@ def _first_model(models: Mapping[str, Any]) -> str:
     return name
 
 
+def _model(card: object) -> Model | None:
+    name = card.get("id") if isinstance(card, Mapping) else None
+    if not isinstance(card, Mapping) or not isinstance(name, str):
+        return None
+    length = card.get("max_model_len")
+    known = isinstance(length, int) and not isinstance(length, bool) and length > 0
+    return Model(name, length if known else None)
+
+
 async def _json(request: Any, what: str) -> Mapping[str, Any]:
+    raw = await _read(request, what, _ANSWER_BYTES_MAX)
+    try:
+        answer = msgspec.json.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProbeError(f"{what}: the answer is not JSON: {error}") from error
+    if not isinstance(answer, Mapping):
+        raise ProbeError(f"{what}: the answer is not an object")
+    return answer
+
+
+async def _read(request: Any, what: str, bytes_max: int) -> bytes:
     async with request as response:
-        raw = await response.content.read(_ANSWER_BYTES_MAX)
+        raw: bytes = await response.content.read(bytes_max)
         while not response.content.at_eof():
-            more = await response.content.read(_ANSWER_BYTES_MAX)
+            more = await response.content.read(bytes_max)
             raw += more
-            if len(raw) > _ANSWER_BYTES_MAX:
+            if len(raw) > bytes_max:
                 raise ProbeError(f"{what}: the answer is too long")
         if response.status != 200:
             told = error_message(raw)
@@ -119,10 +187,4 @@ async def _json(request: Any, what: str) -> Mapping[str, Any]:
                 f"{what}: answered {response.status}" + (f": {told}" if told else ""),
                 unsuitable=400 <= response.status < 500,
             )
-    try:
-        answer = msgspec.json.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProbeError(f"{what}: the answer is not JSON: {error}") from error
-    if not isinstance(answer, Mapping):
-        raise ProbeError(f"{what}: the answer is not an object")
-    return answer
+    return raw

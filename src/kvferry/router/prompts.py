@@ -15,8 +15,14 @@ from kvferry.router.errors import Cause
 from kvferry.router.legs import DecodeStream, PrefillAnswer
 from kvferry.router.openai import Body, Endpoint, estimated_tokens
 from kvferry.router.pool import Worker
+from kvferry.router.timeline import Timeline
 
 T = TypeVar("T")
+
+_ANSWER_TOKENS = 256
+"""What an answer is taken to have whose length nobody has bounded."""
+_ANSWER_TOKENS_MAX = 4096
+"""A bound beyond this is no expectation."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,8 @@ class Prompt:
 
     session: str | None = None
     """The client's name for the conversation that it belongs to."""
+    timeline: Timeline | None = None
+    """Of the client request."""
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -45,6 +53,15 @@ class Prompt:
     def estimated_tokens(self) -> int:
         """How long it is, roughly."""
         return estimated_tokens(self.endpoint, self.body)
+
+    @property
+    def expected_tokens(self) -> int:
+        """How many tokens a decode engine will hold for it in the end, roughly."""
+        asked = self.body.get("max_completion_tokens") or self.body.get("max_tokens")
+        answer = _ANSWER_TOKENS
+        if isinstance(asked, int) and not isinstance(asked, bool) and asked > 0:
+            answer = min(asked, _ANSWER_TOKENS_MAX)
+        return self.estimated_tokens + self.n * answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +161,25 @@ def leg_task(leg: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     task = asyncio.create_task(leg)
     task.add_done_callback(lambda ended: None if ended.cancelled() else ended.exception())
     return task
+
+
+async def in_a_task(leg: Coroutine[Any, Any, Body | DecodeStream]) -> Body | DecodeStream:
+    """Run a decode leg as a task of its own; a stream that comes too late is closed."""
+    task = leg_task(leg)
+    try:
+        return await task
+    except BaseException:
+        task.add_done_callback(close_stream)
+        await cancelled(task)
+        raise
+
+
+def close_stream(leg: asyncio.Task[Body | DecodeStream]) -> None:
+    """Close the stream that an ended leg has brought, if it has."""
+    if not leg.cancelled() and leg.exception() is None:
+        stream = leg.result()
+        if isinstance(stream, DecodeStream):
+            stream.close()
 
 
 def may_be_held(prefill: asyncio.Task[PrefillAnswer]) -> bool:

@@ -18,7 +18,7 @@ from kvferry.router.legs import DecodeStream, LegError, PrefillAnswer
 from kvferry.router.openai import Body
 from kvferry.router.policy import overlap_seconds
 from kvferry.router.pool import Role, Worker
-from kvferry.router.prompts import Route, Served, cancelled, leg_task, may_be_held
+from kvferry.router.prompts import Route, Served, cancelled, may_be_held
 
 
 async def pull(attempts: Attempts, prefill: Worker) -> Served:
@@ -30,18 +30,20 @@ async def pull(attempts: Attempts, prefill: Worker) -> Served:
         RequestError: no decode engine is ready, or the retries are spent.
     """
     transfer = TransferId(secrets.token_hex(16))
-    headers = attempts.headers()
+    headers = attempts.legs.headers()
     producing = PrefillParams(transfer=transfer, mode="pull", consumers=attempts.prompt.n)
-    leg = leg_task(attempts.prefill(prefill, headers, attempts.history() | producing.to_params()))
+    params = attempts.history() | producing.to_params()
+    leg, _ = attempts.legs.send_prefill(prefill, headers, params)
     try:
-        params = await _held(attempts, leg)
-        attempts.early.prefilled()
-        decode, answer = await _decode(attempts, headers, params | _ours(producing))
+        with prefill.transferring():
+            held = await _held(attempts, leg)
+            attempts.early.prefilled()
+            decode, answer = await _decode(attempts, headers, held | _ours(producing))
     except BaseException:
         await cancelled(leg)
         if may_be_held(leg):
             source = prefill.source if leg.cancelled() else leg.result().source
-            attempts.release(prefill, source, transfer)
+            attempts.legs.release(prefill, source, transfer)
         raise
     route = Route(decode=decode, prefill=prefill, mode="pull", transfer=transfer)
     return Served(answer, route, leg, attempts.services.background)
@@ -53,7 +55,7 @@ async def _held(attempts: Attempts, leg: asyncio.Task[PrefillAnswer]) -> Body:
         answer = await leg
     except LegError as failure:
         attempts.prefill_failed(failure)
-        if await attempts.another_prefill() is not None:
+        if await attempts.another_prefill():
             attempts.again(Role.PREFILL, failure.reason.value)
         attempts.decode_alone(failure.reason.value)
     if answer.source is None:
@@ -82,7 +84,7 @@ async def _decode(
         sent = clock()
         try:
             with attempts.waiting(worker):
-                answer = await attempts.decode(worker, headers, params)
+                answer = await attempts.legs.decode(worker, headers, params)
         except LegError as failure:
             if failure.may_have_started or clock() >= kept_until:
                 raise

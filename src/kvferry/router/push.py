@@ -1,4 +1,4 @@
-"""One dispatch by push: both legs at once, the decode engine chosen before.
+"""One dispatch by push: both legs at once, the decode engine chosen before; or the decode leg later.
 
 The decode leg's answer decides, whatever the prefill leg does; see `dispatch` for the rules.
 """
@@ -7,118 +7,175 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvferry.handoff import DecodeParams, PrefillParams, SourceParams
 from kvferry.ids import TransferId
 from kvferry.router.attempts import Attempts
-from kvferry.router.legs import DecodeStream, LegError, PrefillAnswer, Reason
+from kvferry.router.failures import LegError, Reason
+from kvferry.router.guard import too_slow
+from kvferry.router.legs import DecodeStream, PrefillAnswer
 from kvferry.router.openai import Body
+from kvferry.router.policy import overlap_seconds
 from kvferry.router.pool import Role, Worker, same_engine
-from kvferry.router.prompts import Route, Served, cancelled, leg_task, may_be_held
+from kvferry.router.prompts import Route, Served, cancelled, close_stream, leg_task, may_be_held
+from kvferry.router.queueing import Ticket
+
+_HOLD_SECONDS_MIN = 0.001
+"""Less is not worth a timer, and may be less than the clock can tell."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Legs:
     """The two legs of one dispatch."""
 
     worker: Worker
     """The prefill engine."""
-    consumer: Worker
-    """The decode engine."""
     source: SourceParams
-    """Where the decode leg was told to expect the KV from."""
+    """Where the decode leg is told to expect the KV from."""
     transfer: TransferId
     prefill: asyncio.Task[PrefillAnswer]
-    decode: asyncio.Task[Body | DecodeStream]
+    consumer: Worker | None = None
+    """The decode engine, once it has been asked."""
+    decode: asyncio.Task[Body | DecodeStream] | None = None
 
     async def cancel(self) -> None:
         """End both, and give back what an answer that came too late holds."""
-        self.decode.add_done_callback(_close_stream)
+        if self.decode is None:
+            await cancelled(self.prefill)
+            return
+        self.decode.add_done_callback(close_stream)
         await cancelled(self.prefill, self.decode)
 
 
-async def push(attempts: Attempts, prefill: Worker, source: SourceParams, decode: Worker) -> Served:
-    """Send both legs and wait for the decode leg's answer.
+async def push(
+    attempts: Attempts, prefill: Worker, source: SourceParams, decode: Worker | None = None
+) -> Served:
+    """Send both legs and wait for the decode leg's answer; with no `decode` engine, the second leg late.
 
     Raises:
         Again: both legs shall be sent anew.
         LegError: a leg failed for good.
+        RequestError: no decode engine is ready when one is needed.
     """
-    legs = _start(attempts, prefill, source, decode)
+    transfer = TransferId(secrets.token_hex(16))
+    headers = attempts.legs.headers()
+    producing = PrefillParams(transfer=transfer, mode="push", consumers=attempts.prompt.n)
+    params = attempts.history() | producing.to_params()
+    leg, ticket = attempts.legs.send_prefill(prefill, headers, params)
+    legs = Legs(prefill, source, transfer, leg)
     try:
-        answer = await _outcome(attempts, legs)
+        with prefill.transferring():
+            if decode is None:
+                decode = await _late_decode(attempts, legs, ticket)
+            _send_decode(attempts, legs, headers, decode)
+            answer = await _outcome(attempts, legs)
     except BaseException:
         await legs.cancel()
         if may_be_held(legs.prefill):
-            attempts.release(legs.worker, legs.source, legs.transfer)
+            attempts.legs.release(legs.worker, legs.source, legs.transfer)
         raise
     route = Route(decode=decode, prefill=prefill, mode="push", transfer=legs.transfer)
     return Served(answer, route, legs.prefill, attempts.services.background)
 
 
-def _start(attempts: Attempts, prefill: Worker, source: SourceParams, decode: Worker) -> Legs:
-    transfer = TransferId(secrets.token_hex(16))
-    consumers = attempts.prompt.n
-    producing = PrefillParams(transfer=transfer, mode="push", consumers=consumers)
-    consuming = DecodeParams(source=source, transfer=transfer, mode="push", consumers=consumers)
-    headers = attempts.headers()
-    return Legs(
-        worker=prefill,
-        consumer=decode,
-        source=source,
-        transfer=transfer,
-        decode=leg_task(attempts.decode(decode, headers, consuming.to_params())),
-        prefill=leg_task(attempts.prefill(prefill, headers, attempts.history() | producing.to_params())),
+async def _late_decode(attempts: Attempts, legs: Legs, ticket: Ticket) -> Worker:
+    """Wait until a decode engine should be asked, and choose it."""
+    queue = legs.worker.queue
+    lead_seconds = queue.lead_seconds(attempts.prompt.estimated_tokens)
+    clock = asyncio.get_running_loop().time
+    while not legs.prefill.done():
+        left_seconds = queue.seconds_left(ticket, clock())
+        if left_seconds is None or left_seconds < lead_seconds + _HOLD_SECONDS_MIN:
+            break
+        # What is ahead may take longer than expected, so this is asked again.
+        await asyncio.wait({legs.prefill}, timeout=left_seconds - lead_seconds)
+    if legs.prefill.done():
+        await _check_prefill(attempts, legs)
+    decode = await attempts.choose(Role.DECODE)
+    if decode is None:
+        raise attempts.nobody_decodes()
+    return decode
+
+
+async def _check_prefill(attempts: Attempts, legs: Legs) -> None:
+    """A prefill leg that has ended before any decode engine was asked: go on with what it has told."""
+    try:
+        answer = legs.prefill.result()
+    except LegError as failure:
+        attempts.prefill_failed(failure)
+        if await attempts.another_prefill():
+            attempts.again(Role.PREFILL, failure.reason.value)
+        attempts.decode_alone(failure.reason.value)
+    if answer.source is not None:
+        legs.source = answer.source
+
+
+def _send_decode(attempts: Attempts, legs: Legs, headers: Mapping[str, str], decode: Worker) -> None:
+    consuming = DecodeParams(
+        source=legs.source, transfer=legs.transfer, mode="push", consumers=attempts.prompt.n
     )
+    legs.consumer = decode
+    legs.decode = leg_task(attempts.legs.decode_leg(decode, headers, consuming.to_params()))
 
 
 async def _outcome(attempts: Attempts, legs: Legs) -> Body | DecodeStream:
     """Wait for the decode leg, minding what the prefill leg does before."""
+    decode, consumer = legs.decode, legs.consumer
+    assert decode is not None
+    assert consumer is not None
     clock = asyncio.get_running_loop().time
-    await asyncio.wait({legs.prefill, legs.decode}, return_when=asyncio.FIRST_COMPLETED)
-    attempts.early.prefilled(legs.consumer)
-    if legs.decode.done():
-        answer = legs.decode.result()
-        attempts.waited(legs.consumer, 0.0)
+    sent, late = clock(), legs.prefill.done()
+    try:
+        await asyncio.wait({legs.prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        attempts.held(0.0 if late else clock() - sent)
+    attempts.early.prefilled(consumer)
+    if decode.done():
+        answer = decode.result()
+        attempts.waited(consumer, 0.0)
         return answer
     prefilled = clock()
-    with attempts.waiting(legs.consumer):
-        patience_seconds = await _after_prefill(attempts, legs)
-        await asyncio.wait({legs.decode}, timeout=patience_seconds)
-    if not legs.decode.done():
-        attempts.decode_alone("recovery")
-    if patience_seconds is not None:
-        _after_recovery(attempts, legs.decode)
-        return legs.decode.result()
-    answer = legs.decode.result()
-    attempts.waited(legs.consumer, clock() - prefilled)
+    with attempts.waiting(consumer):
+        recovery_seconds = await _after_prefill(attempts, legs)
+        patience_seconds = recovery_seconds or attempts.settings.leg_timeout_seconds or None
+        await asyncio.wait({decode}, timeout=patience_seconds)
+    if recovery_seconds is not None:
+        _after_recovery(attempts, decode)
+        return decode.result()
+    if not decode.done():
+        raise _stalled(attempts, consumer)
+    answer = decode.result()
+    overlapped = overlap_seconds(attempts.prompt.estimated_tokens) if late else 0.0
+    attempts.waited(consumer, clock() - prefilled - overlapped)
     return answer
 
 
 async def _after_prefill(attempts: Attempts, legs: Legs) -> float | None:
-    """How many seconds the decode leg has from now; None for as many as the request has."""
+    """How many seconds the decode leg has from now; None for as many as any leg has."""
     try:
         answer = legs.prefill.result()
     except LegError as failure:
         return await _after_prefill_failure(attempts, legs, failure)
     if answer.source is None or same_engine(answer.source, legs.source):
         return None
-    if attempts.retries_left:
+    if attempts.may_retry:
         attempts.again(Role.PREFILL, "identity")
     return None
 
 
-async def _after_prefill_failure(attempts: Attempts, legs: Legs, failure: LegError) -> float | None:
+async def _after_prefill_failure(attempts: Attempts, legs: Legs, failure: LegError) -> float:
     """End, restart, or give the running decode leg time to recompute.
 
     A prefill engine that dies may have written most of the KV: the decode engine knows how much, and
     recomputes from the last good token. That is worth waiting for, unless a prefill engine can be had.
     """
+    assert legs.decode is not None
     attempts.prefill_failed(failure)
     another = await attempts.another_prefill()
     # The decode leg may have been answered while engines were looked for; then it counts.
-    if another is not None and not legs.decode.done():
+    if another and not legs.decode.done():
         attempts.again(Role.PREFILL, failure.reason.value)
     if legs.decode.done() or failure.may_have_started:
         return attempts.settings.decode_recovery_seconds
@@ -127,13 +184,14 @@ async def _after_prefill_failure(attempts: Attempts, legs: Legs, failure: LegErr
 
 def _after_recovery(attempts: Attempts, decode: asyncio.Task[Body | DecodeStream]) -> None:
     """A decode leg that could not recover is sent anew: its engine may fail requests whose KV is lost."""
+    if not decode.done():
+        attempts.decode_alone("recovery")
     failure = decode.exception()
     if isinstance(failure, LegError) and failure.reason is not Reason.REJECTED:
         attempts.decode_alone("recovery")
 
 
-def _close_stream(leg: asyncio.Task[Body | DecodeStream]) -> None:
-    if not leg.cancelled() and leg.exception() is None:
-        stream = leg.result()
-        if isinstance(stream, DecodeStream):
-            stream.close()
+def _stalled(attempts: Attempts, consumer: Worker) -> LegError:
+    """The prompt is prefilled, and its decode engine makes nothing of it."""
+    consumer.breaker.failed(attempts.services.pool.clock())
+    return too_slow(consumer)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -16,9 +16,27 @@ from kvferry.router.legs import DecodeStream, LegError, Reason
 from kvferry.router.openai import PARAMS, Body, ClientRequest, client_answer, joined, shifted, summed
 from kvferry.router.prompts import Prompt, Route, Served
 from kvferry.router.sse import DONE, data_of, event_of
+from kvferry.router.timeline import Timeline
 
 _BATCHES_PER_PROMPT = 4
 """How many batches of events a prompt may be ahead of the client."""
+
+
+class Outlet(Protocol):
+    """Where a streamed answer goes."""
+
+    @property
+    def full(self) -> bool:
+        """Whether the client is behind with reading."""
+
+    def write(self, piece: bytes) -> None:
+        """Send a piece; the first one begins the answer."""
+
+    async def room(self) -> None:
+        """Wait until the client has caught up."""
+
+    def when_room(self, resume: Callable[[], None]) -> None:
+        """Call `resume` once when it has."""
 
 
 @dataclass(slots=True)
@@ -47,6 +65,7 @@ class Relay:
         headers: Mapping[str, str],
         account: Account,
         session: str | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self.account = account
         self._dispatcher = dispatcher
@@ -63,6 +82,7 @@ class Relay:
                 headers=headers,
                 # Of many prompts none is the conversation.
                 session=session if len(request.bodies) == 1 else None,
+                timeline=timeline,
             )
             for position, body in enumerate(request.bodies)
         ]
@@ -80,17 +100,21 @@ class Relay:
             _raise_failure(tasks)
             return joined([task.result() for task in tasks], self._request.n, self._answer_id)
 
-    async def events(self) -> AsyncGenerator[bytes]:
-        """The pieces of a streamed answer, `[DONE]` included.
+    async def stream(self, outlet: Outlet) -> None:
+        """Send a streamed answer, `[DONE]` included, to `outlet`.
 
         Raises:
             RequestError: one of the prompts failed; the others are cancelled.
+            ConnectionError: the client is gone.
         """
-        pieces = self._single() if len(self._prompts) == 1 else self._interleaved()
-        async with aclosing(pieces):
-            async for piece in pieces:
-                yield piece
-        yield DONE
+        if len(self._prompts) == 1:
+            await self._pour(self._prompts[0], outlet)
+        else:
+            async with aclosing(self._interleaved()) as pieces:
+                async for piece in pieces:
+                    outlet.write(piece)
+                    await outlet.room()
+        outlet.write(DONE)
 
     async def _answer(self, prompt: Prompt) -> Body:
         served = await self._dispatcher.serve(prompt)
@@ -103,10 +127,31 @@ class Relay:
         finally:
             served.close()
 
-    async def _single(self) -> AsyncGenerator[bytes]:
-        async with aclosing(self._batches(self._prompts[0])) as batches:
-            async for events, cached_tokens in batches:
-                yield b"".join(_client_event(event, cached_tokens) for event in events)
+    async def _pour(self, prompt: Prompt, outlet: Outlet) -> None:
+        """Send one prompt's stream as it comes, reading no more of it while the client is behind."""
+        served = await self._dispatcher.serve(prompt)
+        held: object = None
+        try:
+            stream = served.decode
+            assert isinstance(stream, DecodeStream)
+            self.account.note(served.route)
+
+            def told(events: list[bytes]) -> None:
+                nonlocal held
+                held = _params_in(events) or held
+                plain(b"".join([_client_event(event, served) for event in events]))
+
+            def plain(piece: bytes) -> None:
+                outlet.write(piece)
+                if outlet.full:
+                    stream.hold()
+                    outlet.when_room(stream.go_on)
+
+            with self._failures():
+                await stream.pour(told, plain)
+            self._finish(prompt, served, held)
+        finally:
+            served.close()
 
     async def _batches(self, prompt: Prompt) -> AsyncGenerator[tuple[list[bytes], int | None]]:
         """The events of one prompt's stream, with the prefill engine's count of cached tokens."""
@@ -115,16 +160,26 @@ class Relay:
             assert isinstance(served.decode, DecodeStream)
             self.account.note(served.route)
             held = None
-            while (events := await served.decode.more()) is not None:
-                held = _params_in(events) or held
-                yield events, served.cached_tokens
+            with self._failures():
+                while (events := await served.decode.more()) is not None:
+                    held = _params_in(events) or held
+                    yield events, served.cached_tokens
             self._finish(prompt, served, held)
-        except LegError as failure:
-            if failure.reason is Reason.LOST:
-                self._dispatcher.pool.down(failure.worker, str(failure))
-            raise failure.request_error() from failure
         finally:
             served.close()
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """A stream that has begun is not sent anew: its failure is the client's."""
+        try:
+            yield
+        except LegError as failure:
+            pool = self._dispatcher.pool
+            if failure.reason is Reason.LOST:
+                pool.down(failure.worker, str(failure))
+            if failure.reason is not Reason.REJECTED:
+                failure.worker.breaker.failed(pool.clock())
+            raise failure.request_error() from failure
 
     def _finish(self, prompt: Prompt, served: Served, held: object) -> None:
         served.finish()
@@ -190,13 +245,14 @@ class _Lane:
         return chunks
 
 
-def _client_event(event: bytes, cached_tokens: int | None) -> bytes:
+def _client_event(event: bytes, served: Served) -> bytes:
     """An event as the client gets it; parsed only when there may be something to change."""
-    counts = cached_tokens is not None and b'"usage"' in event
-    if not counts and b"kv_transfer_params" not in event:
+    if b"kv_transfer_params" not in event and (b'"usage"' not in event or served.cached_tokens is None):
         return event
     chunk = _chunk(event)
-    return event if chunk is None else event_of(msgspec.json.encode(client_answer(chunk, cached_tokens)))
+    return (
+        event if chunk is None else event_of(msgspec.json.encode(client_answer(chunk, served.cached_tokens)))
+    )
 
 
 def _params_in(events: list[bytes]) -> object:

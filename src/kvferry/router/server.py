@@ -1,53 +1,65 @@
-"""Start and stop: the router as a process, and its command line arguments."""
+"""Start and stop: the router as a process."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
+import gc
 import logging
-import os
 import signal
+import ssl
 import sys
+from contextlib import suppress
 from random import Random
 from types import TracebackType
 from typing import Self
 
 import aiohttp
-from aiohttp import web
 
 from kvferry.errors import UsageError
+from kvferry.router.accesslog import AccessLog
+from kvferry.router.admin import Admin
+from kvferry.router.admission import Admission
 from kvferry.router.app import Api
+from kvferry.router.discovery import Discovery, alone
 from kvferry.router.dispatch import Dispatcher
 from kvferry.router.health import Monitor
+from kvferry.router.http.client import HttpClient
+from kvferry.router.http.server import HttpServer, ServerLimits
 from kvferry.router.legs import Engines
+from kvferry.router.listening import Listening
 from kvferry.router.metrics import RouterMetrics
-from kvferry.router.policy import POLICIES
+from kvferry.router.options import add_arguments, addresses, config_of, listening_of, settings_of, values_of
+from kvferry.router.pages import Pages
 from kvferry.router.pool import Pool, Role, Worker
-from kvferry.router.settings import AFFINITIES, TRANSFER_MODES, OnPrefillFailure, RouterSettings
+from kvferry.router.settings import RouterSettings
+from kvferry.router.tracing import open_tracing
+
+__all__ = ["RouterServer", "add_arguments", "run", "settings_of"]
 
 logger = logging.getLogger(__name__)
 
 # vLLM's servers close a connection that was idle for 5 s. Ours are closed before, so that a request is never
 # written to one that is about to end.
 _IDLE_CONNECTION_SECONDS = 3.0
-_HARD_STOP_SECONDS = 0.1
+# What lives as long as the process is not looked at again and again; requests make little that is cyclic.
+_COLLECT_AFTER_OBJECTS = 50_000
 
 
 class RouterServer:
     """A running router; an async context manager."""
 
-    def __init__(self, settings: RouterSettings, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, settings: RouterSettings, listening: Listening | None = None) -> None:
         self.settings = settings
+        self.listening = listening or Listening()
         self.metrics = RouterMetrics()
-        self.pool = Pool(chance=Random(), changed=self._worker_changed)
-        self.pool.add(Role.PREFILL, settings.prefill, settings.prefill_policy)
-        self.pool.add(Role.DECODE, settings.decode, settings.decode_policy)
-        self._host = host
-        self._port = port
+        self.pool = Pool(chance=Random(), changed=self._worker_changed, left=self._worker_left)
+        self.pool.add(Role.PREFILL, alone(settings.prefill), settings.prefill_policy)
+        self.pool.add(Role.DECODE, alone(settings.decode), settings.decode_policy)
 
     async def __aenter__(self) -> Self:
-        self._session = _session(self.settings)
+        self._engine_tls = self.listening.engine_tls()
+        self._session = _session(self.settings, self._engine_tls)
         try:
             await self._start()
         except BaseException:
@@ -57,152 +69,91 @@ class RouterServer:
 
     async def _start(self) -> None:
         settings = self.settings
-        key = {} if settings.api_key is None else {"Authorization": f"Bearer {settings.api_key}"}
-        self.monitor = Monitor(self.pool, self._session, settings, key)
-        engines = Engines(self._session, self.pool, settings, self.metrics)
+        key = settings.engine_api_key or settings.api_key
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self.monitor = Monitor(self.pool, self._session, settings, headers)
+        self.pool.joined = self.monitor.watch
+        self.discovery = Discovery(self.pool, settings)
+        self.client = HttpClient(settings.connect_timeout_seconds, _IDLE_CONNECTION_SECONDS, self._engine_tls)
+        engines = Engines(self.client, self.pool, settings, self.metrics)
         self.dispatcher = Dispatcher(settings, self.pool, engines, self.monitor, self.metrics)
-        self.api = Api(self.dispatcher)
-        # Without handler_cancellation a client that leaves would not end its legs.
-        self._runner = web.AppRunner(
-            self.api.application(),
-            handler_cancellation=True,
-            access_log=None,
-            shutdown_timeout=_HARD_STOP_SECONDS,
+        self.admission = Admission(
+            serving_max=settings.concurrent_requests_max,
+            queue_max=settings.queue_max,
+            queue_seconds=settings.queue_timeout_seconds,
+            fair=settings.fair_queue,
         )
-        try:
-            await self._runner.setup()
-            await self._listen()
-        except BaseException:
-            await self._runner.cleanup()
-            raise
+        # Asked when somebody looks, not told with every request.
+        self.metrics.in_flight.set_function(lambda: self.admission.serving)
+        self.metrics.queued.set_function(lambda: self.admission.waiting)
+        self.log = AccessLog(self.listening.access_log, self.metrics.log_lines_dropped.inc)
+        pages = Pages(self.dispatcher, self.admission, Admin(self.pool, self.discovery))
+        self.tracing = open_tracing(self.listening.otlp_endpoint)
+        self.api = Api(self.dispatcher, self.admission, pages, self.log, self.tracing)
+        self.server = HttpServer(
+            self.api,
+            ServerLimits(
+                body_bytes_max=settings.body_bytes_max,
+                request_seconds=settings.body_timeout_seconds,
+                idle_seconds=settings.keep_alive_seconds,
+                connections_max=settings.connections_max,
+            ),
+        )
+        await self._listen()
         self.monitor.start()
+        await self.discovery.start()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.api.draining = True
-        await self._runner.cleanup()
+        self.admission.close()
+        await self.server.close()
         await self.dispatcher.background.close()
+        await self.discovery.close()
         await self.monitor.close()
+        await self.client.close()
         await self._session.close()
+        await self.log.close()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
 
     @property
     def url(self) -> str:
         """Where it listens."""
-        host, port = self._runner.addresses[0][:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        host, port = self.server.address
+        scheme = "https" if self.listening.ssl_certfile else "http"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     async def drain(self) -> None:
         """Refuse new requests and wait, for a bounded time, until those in flight have ended."""
         await self.api.drain()
 
+    def reload(self, prefill: tuple[str, ...], decode: tuple[str, ...]) -> None:
+        """These are the engines from now on, and the certificate is read anew.
+
+        Raises:
+            UsageError: one of them cannot be used; what it would replace stays.
+        """
+        self.discovery.apply(prefill, decode)
+        if self._tls is not None:
+            self.listening.load_certificate(self._tls)
+
     async def _listen(self) -> None:
-        site = web.TCPSite(self._runner, self._host, self._port)
+        host, port = self.listening.host, self.listening.port
+        self._tls = self.listening.tls()
         try:
-            await site.start()
+            await self.server.start(host, port, self._tls)
         except OSError as error:
-            where = f"{self._host}:{self._port}"
             raise UsageError(
-                f"--host, --port: cannot listen on {where}: {error.strerror or error}; choose another"
+                f"--host, --port: cannot listen on {host}:{port}: {error.strerror or error}; choose another"
             ) from error
 
     def _worker_changed(self, worker: Worker) -> None:
-        self.metrics.worker_up.labels(worker.role.value, worker.url).set(worker.ready)
+        self.metrics.worker_up.labels(worker.role.value, worker.name).set(worker.ready)
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the router's arguments."""
-    policies = tuple(POLICIES)
-    add = parser.add_argument
-    add("--prefill", action="append", metavar="URL", required=True, help="a prefill engine; may be repeated")
-    add("--decode", action="append", metavar="URL", required=True, help="a decode engine; may be repeated")
-    add("--policy", choices=policies, help="how engines of both roles are chosen")
-    add("--prefill-policy", choices=policies, help="how prefill engines are chosen (default: round_robin)")
-    add(
-        "--decode-policy",
-        choices=policies,
-        help="how decode engines are chosen (default: least_load; least_wait with auto)",
-    )
-    add(
-        "--transfer-mode",
-        choices=TRANSFER_MODES,
-        default="push",
-        help="how KV comes to decode engines (default: %(default)s)",
-    )
-    add(
-        "--affinity",
-        choices=AFFINITIES,
-        default="conversation",
-        help="whether a conversation goes on at the engines of its last turn (default: %(default)s)",
-    )
-    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", type=int, default=8000, help="port to listen on, 0 for any (default: %(default)s)")
-    add(
-        "--api-key",
-        default=os.environ.get("KVFERRY_API_KEY"),
-        help="the key that clients must send, passed on to the engines (default: KVFERRY_API_KEY)",
-    )
-    add(
-        "--on-prefill-failure",
-        choices=[choice.value for choice in OnPrefillFailure],
-        default=OnPrefillFailure.RETRY.value,
-        help="when a prefill leg fails before the client's first byte (default: %(default)s)",
-    )
-    defaults = {field.name: field.default for field in dataclasses.fields(RouterSettings)}
-    for name, (flag, text) in _NUMBERS.items():
-        default = defaults[name]
-        add(flag, dest=name, type=type(default), default=default, help=f"{text} (default: %(default)s)")
-
-
-_NUMBERS = {
-    "request_timeout_seconds": ("--request-timeout-secs", "bound of a whole request"),
-    "connect_timeout_seconds": ("--connect-timeout-secs", "bound of connecting to an engine"),
-    "decode_recovery_seconds": (
-        "--decode-recovery-seconds",
-        "how long a decode leg may recompute after its prefill engine died, before it is sent anew",
-    ),
-    "prefill_linger_seconds": (
-        "--prefill-linger-seconds",
-        "how long a prefill leg may outlive its decode leg",
-    ),
-    "prefill_lease_seconds": (
-        "--prefill-lease-seconds",
-        "pull: how long a prefill engine keeps what nobody has asked for, its kv_lease_duration",
-    ),
-    "turn_seconds": ("--turn-seconds", "how long a turn of a conversation is remembered"),
-    "health_interval_seconds": ("--health-interval-seconds", "between two checks of an engine"),
-    "drain_seconds": ("--drain-seconds", "how long requests in flight may take after SIGTERM"),
-    "retries": ("--retries", "how often a prompt's legs are sent anew"),
-    "concurrent_requests_max": ("--max-concurrent-requests", "more are answered with 429"),
-    "turns_max": ("--max-turns", "turns that are remembered, counted by their keys"),
-    "prompts_max": ("--max-prompts", "prompts in one request"),
-    "body_bytes_max": ("--max-body-bytes", "length of a client's body"),
-}
-
-
-def settings_of(arguments: argparse.Namespace) -> RouterSettings:
-    """The settings that the arguments name.
-
-    Raises:
-        UsageError: a value is impossible; the message names the flag.
-    """
-    numbers = {name: getattr(arguments, name) for name in _NUMBERS}
-    return RouterSettings(
-        prefill=tuple(url.rstrip("/") for url in arguments.prefill),
-        decode=tuple(url.rstrip("/") for url in arguments.decode),
-        prefill_policy=arguments.prefill_policy or arguments.policy or "round_robin",
-        decode_policy=arguments.decode_policy or arguments.policy or _decode_policy(arguments),
-        api_key=arguments.api_key or None,
-        transfer_mode=arguments.transfer_mode,
-        affinity=arguments.affinity,
-        on_prefill_failure=OnPrefillFailure(arguments.on_prefill_failure),
-        **numbers,
-    )
-
-
-def _decode_policy(arguments: argparse.Namespace) -> str:
-    """A late choice is worth something if it knows more than an early one."""
-    return "least_wait" if arguments.transfer_mode == "auto" else "least_load"
+    def _worker_left(self, worker: Worker) -> None:
+        with suppress(KeyError):
+            self.metrics.worker_up.remove(worker.role.value, worker.name)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -210,45 +161,74 @@ def run(arguments: argparse.Namespace) -> int:
     # Does nothing where the program has set up its log before.
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        settings = settings_of(arguments)
-        asyncio.run(_serve(settings, arguments.host, arguments.port))
+        settings, listening = settings_of(arguments), listening_of(arguments)
+        with asyncio.Runner(loop_factory=_new_loop) as runner:
+            runner.run(_serve(settings, listening, arguments))
     except UsageError as error:
         sys.stderr.write(f"kvferry router: {error}\n")
         return 2
     return 0
 
 
-async def _serve(settings: RouterSettings, host: str, port: int) -> None:
-    stop = _StopSignals()
-    async with RouterServer(settings, host, port) as server:
+def _new_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's, which is faster; it is not there on every system."""
+    try:
+        import uvloop  # noqa: PLC0415
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+async def _serve(settings: RouterSettings, listening: Listening, arguments: argparse.Namespace) -> None:
+    stop = _Signals(signal.SIGTERM, signal.SIGINT)
+    again = _Signals(signal.SIGHUP)
+    async with RouterServer(settings, listening) as server:
+        gc.freeze()
+        gc.set_threshold(_COLLECT_AFTER_OBJECTS, 20, 20)
         sys.stdout.write(f"kvferry router listens on {server.url}\n")
         sys.stdout.flush()
+        reloading = asyncio.create_task(_reload(server, again, arguments))
         await stop.wait()
+        reloading.cancel()
         logger.info("stopping; requests in flight have %g s", settings.drain_seconds)
         drain = asyncio.ensure_future(server.drain())
-        again = asyncio.ensure_future(stop.wait())
+        hurry = asyncio.ensure_future(stop.wait())
         # A second signal ends the patience.
-        await asyncio.wait({drain, again}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (drain, again):
+        await asyncio.wait({drain, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (drain, hurry):
             task.cancel()
 
 
-class _StopSignals:
-    """SIGTERM and SIGINT, one after the other."""
+async def _reload(server: RouterServer, signals: _Signals, arguments: argparse.Namespace) -> None:
+    """At each SIGHUP take the engines and the certificate from their files again."""
+    while True:
+        await signals.wait()
+        try:
+            values = values_of(arguments)
+            server.reload(addresses(values["prefill"] or ()), addresses(values["decode"] or ()))
+        except UsageError as error:
+            logger.error("SIGHUP: %s; nothing has been changed", error)  # noqa: TRY400 - it tells all
+        else:
+            logger.info("SIGHUP: read %s and the certificate again", config_of(arguments) or "the flags")
 
-    def __init__(self) -> None:
+
+class _Signals:
+    """Signals of a kind, one after the other."""
+
+    def __init__(self, *numbers: signal.Signals) -> None:
         self._received: asyncio.Queue[None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in numbers:
             loop.add_signal_handler(number, self._received.put_nowait, None)
 
     async def wait(self) -> None:
         await self._received.get()
 
 
-def _session(settings: RouterSettings) -> aiohttp.ClientSession:
+def _session(settings: RouterSettings, tls: ssl.SSLContext) -> aiohttp.ClientSession:
+    """What health checks and probes are sent with."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_CONNECTION_SECONDS),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_CONNECTION_SECONDS, ssl=tls),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_timeout_seconds),
         cookie_jar=aiohttp.DummyCookieJar(),
         headers={"Accept-Encoding": "identity"},

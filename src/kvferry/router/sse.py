@@ -22,6 +22,11 @@ class EventSplitter:
         self._searched = 0
         """How many bytes of the rest have no end in them: a long event is not searched again and again."""
 
+    @property
+    def empty(self) -> bool:
+        """Whether no event has begun."""
+        return not self._rest
+
     def feed(self, data: bytes) -> list[bytes]:
         """The events that `data` completes.
 

@@ -298,6 +298,17 @@ async def test_an_engine_that_keeps_nothing_is_asked_once() -> None:
                 await world.check()
 
 
+@pytest.mark.parametrize("affinity", ["session", "off"])
+async def test_where_no_turns_are_remembered_nobody_is_asked_what_it_keeps(affinity: str) -> None:
+    async with router_world(affinity=affinity) as world:
+        world.d.holds = KEPT
+        for _ in range(2):
+            await turn(world, LONG, "mine", stream=True)
+            await until(lambda: not len(world.router.dispatcher.background))
+        assert world.d.questions == []
+        assert parse_request(world.p.requests[1].params).history is None
+
+
 async def test_without_engines_that_keep_anything_nothing_flows_back() -> None:
     async with router_world() as world:
         await turn(world, LONG, "mine")

@@ -45,7 +45,7 @@ async def test_workers_say_why_they_are_not_ready() -> None:
         assert (prefill["ready"], prefill["problem"]) == (True, "")
         assert (decode["ready"], decode["problem"]) == (False, "its health check answers 503")
         async with world.client.post("/workers", json={}) as response:
-            assert response.status == 405
+            assert response.status == 403
 
 
 async def test_models_are_a_decode_engines() -> None:
@@ -84,7 +84,7 @@ async def test_metrics_have_their_names_and_bounded_labels() -> None:
 
 
 async def test_too_many_requests_are_refused_with_a_time_to_retry() -> None:
-    async with router_world(concurrent_requests_max=1) as world:
+    async with router_world(concurrent_requests_max=1, queue_max=0) as world:
         answered = asyncio.Event()
         world.d.plan(Step(gate=answered))
         async with asyncio.TaskGroup() as group:
@@ -112,6 +112,7 @@ async def test_a_key_guards_what_costs_and_what_tells() -> None:
                 "/v1/completions", json={}, headers={"Authorization": given}
             ) as response:
                 assert response.status == 401
+                assert response.headers["WWW-Authenticate"] == "Bearer"
                 assert (await response.json())["error"]["type"] == "authentication_error"
         for path in ("/health", "/liveness", "/readiness", "/metrics"):
             async with world.client.get(path) as response:
@@ -192,6 +193,29 @@ async def test_an_unknown_path_has_openais_error_shape() -> None:
         assert (await response.json())["error"]["kvferry"] == "not_found"
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/v1/completions", "POST"),
+        ("PUT", "/v1/responses", "POST"),
+        ("POST", "/v1/models", "GET, HEAD"),
+        ("POST", "/v1/models/tiny", "GET, HEAD"),
+        ("PATCH", "/workers", "GET, POST, DELETE, HEAD"),
+    ],
+)
+async def test_a_method_that_a_path_has_not_is_told_which_it_has(
+    method: str, path: str, allowed: str
+) -> None:
+    """Before the body is read, whatever it is."""
+    async with router_world() as world:
+        async with world.client.request(method, path, data=b"no JSON") as response:
+            assert response.status == 405
+            assert response.headers["Allow"] == allowed
+            assert method in (await response.json())["error"]["message"]
+        async with world.client.head("/v1/models") as response:
+            assert response.status == 200
+
+
 async def test_a_fault_of_the_router_is_a_500_that_tells_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -217,7 +241,7 @@ async def test_draining_lets_requests_end_and_refuses_new_ones() -> None:
             first = group.create_task(world.complete().__aenter__())
             await world.d.received(1)
             drained = group.create_task(world.router.drain())
-            await until(lambda: world.router.api.draining)
+            await until(lambda: world.router.admission.closed)
             async with world.complete() as response:
                 assert response.status == 503
                 assert (await response.json())["error"]["kvferry"] == "shutting_down"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvferry.router.late_choice import LateChoice
-from kvferry.router.pool import Role
+from kvferry.router.pool import Model, Role
 from kvferry.router.settings import RouterMode
 from tests.support.fake_engine import Step, failing
 from tests.support.router_world import RouterWorld, router_world, until
@@ -69,6 +69,28 @@ async def test_engines_that_merely_differ_are_pushed_to() -> None:
         await served(world)
         assert world.transfers("push", "overlap") == 1
         assert [len(engine.requests) for engine in world.decode] == [0, 1]
+
+
+async def test_only_engines_of_the_prompts_model_are_a_choice() -> None:
+    async with router_world(decode=2, **AUTO) as world:
+        measured(world, 0.001, 0.001, gain=5.0)
+        other = world.router.pool.workers(Role.DECODE)[1]
+        other.models = (Model("another"),)
+        await served(world)
+        assert world.transfers("push", "one_decode") == 1
+
+
+async def test_a_session_that_has_settled_its_engine_is_pushed() -> None:
+    """By its name, as one that goes on by its last turn; see `test_affinity`."""
+    async with router_world(decode=2, affinity="session", **AUTO) as world:
+        measured(world, 0.001, 0.001, gain=5.0)
+        body = {"model": "tiny", "prompt": "hello"}
+        for _ in range(2):
+            headers = {"X-Session-Id": "mine"}
+            async with world.client.post("/v1/completions", json=body, headers=headers) as response:
+                assert response.status == 200
+        assert world.transfers("push", "affinity") == 2
+        assert sorted(len(engine.requests) for engine in world.decode) == [0, 2]
 
 
 async def test_a_prompt_so_long_that_overlap_is_worth_more_is_pushed() -> None:

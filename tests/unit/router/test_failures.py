@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 
 from kvferry.ids import TransferId
+from kvferry.router.breaker import FAILURES_MAX
 from kvferry.router.legs import DecodeStream
 from kvferry.router.pool import Role, Worker
 from kvferry.router.push import Legs
@@ -94,8 +95,8 @@ async def test_an_overloaded_prefill_engine_is_asked_again_with_a_new_transfer()
 async def test_a_retry_prefers_prefill_engines_that_were_not_tried() -> None:
     """X07: each of three prefill engines is asked once."""
     async with router_world(prefill=3) as world:
-        world.prefill[0].plan(failing(500))
-        world.prefill[1].plan(failing(500))
+        for engine in world.prefill[::2]:
+            engine.plan(failing(500))
         world.d.plan(hanging(), hanging(), Step())
         async with world.complete() as response:
             assert response.status == 200
@@ -242,6 +243,35 @@ async def test_a_retry_prefers_a_busy_decode_engine_to_the_one_that_failed() -> 
         assert [len(engine.requests) for engine in world.decode] == [1, 1]
 
 
+@pytest.mark.parametrize("step", [failing(500), Step(body=b"[1")])
+@pytest.mark.parametrize("role", Role)
+async def test_an_engine_that_keeps_failing_is_left_alone(role: Role, step: Step) -> None:
+    """Its health check says nothing of it; its requests do."""
+    policies = {"prefill_policy": "round_robin", "decode_policy": "round_robin"}
+    async with router_world(prefill=2, decode=2, transfer_mode="pull", **policies) as world:
+        # The breaker's time stands still.
+        world.router.pool.clock = lambda: 0.0
+        bad, good = world.prefill if role is Role.PREFILL else world.decode
+        bad.plan(*[step] * FAILURES_MAX)
+        for _ in range(4 * FAILURES_MAX):
+            async with world.complete() as response:
+                assert response.status == 200
+        assert len(bad.requests) == FAILURES_MAX
+        assert world.router.pool.workers(role)[0].ready
+        assert len(good.requests) == 4 * FAILURES_MAX
+
+
+async def test_an_engine_that_rejects_what_clients_ask_for_is_not_left_alone() -> None:
+    async with router_world(transfer_mode="pull") as world:
+        world.p.plan(*[failing(400)] * (2 * FAILURES_MAX))
+        for _ in range(2 * FAILURES_MAX):
+            async with world.complete() as response:
+                assert response.status == 400
+        async with world.complete() as response:
+            assert response.status == 200
+        assert world.count("pull", "ok", "none") == 1
+
+
 async def test_a_stream_that_begins_with_an_error_is_retried_for_no_byte_has_gone_out() -> None:
     async with router_world(decode=2) as world:
         world.d.plan(Step(error_after=0))
@@ -385,7 +415,7 @@ async def test_a_client_that_does_not_read_is_hung_up_on_at_its_deadline(stream:
         writer.write(head.encode() + body)
         await world.d.received(1)
         await world.client_stuck()
-        (bound,) = world.router.api.bounds
+        (bound,) = world.router.api.deadlines.bounds
         bound.reschedule(asyncio.get_running_loop().time())
         await until(lambda: world.count("push", "error", "timeout"))
         await world.legs_ended()
@@ -458,6 +488,17 @@ async def test_a_request_ends_at_its_deadline_with_status_and_cause() -> None:
             assert (await response.json())["error"]["kvferry"] == "timeout"
         await disconnected(world)
         await world.legs_ended()
+
+
+async def test_the_time_in_the_queue_counts_for_the_deadline() -> None:
+    hour = 3600.0
+    settings = {"concurrent_requests_max": 1, "queue_timeout_seconds": hour, "request_timeout_seconds": 0.1}
+    async with router_world(**settings) as world, world.router.admission.enter(b"another"):
+        async with world.complete() as response:
+            assert response.status == 504
+            assert (await response.json())["error"]["kvferry"] == "timeout"
+        assert world.router.admission.waiting == 0
+        assert world.p.requests == world.d.requests == []
 
 
 async def test_a_stream_ends_at_its_deadline_with_an_error_event() -> None:

@@ -364,6 +364,15 @@ async def client_gone(world: RouterWorld) -> str:
     return await released(world)
 
 
+async def test_a_prefill_whose_only_token_ends_the_text_is_fetched_all_the_same() -> None:
+    """X03, in a pull."""
+    async with router_world(transfer_mode="pull") as world:
+        world.p.plan(Step(tokens=("",), finish_reason="stop"))
+        async with world.complete(max_tokens=2) as response:
+            assert (await response.json())["choices"][0]["text"] == " one two#0"
+        assert world.count("pull", "ok", "none") == 1
+
+
 async def test_a_request_ends_at_its_deadline_whichever_leg_hangs() -> None:
     """X04."""
     for role in ("prefill", "decode"):

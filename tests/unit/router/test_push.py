@@ -154,7 +154,7 @@ async def test_a_chat_keeps_what_shapes_its_prompt_on_both_legs() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_cached_tokens_are_the_prefill_engines(stream: bool) -> None:
-    """X12: the decode engine counts what was transferred as cached; the client is told what was cached."""
+    """X03, X12: the decode engine counts what was transferred as cached; the client is told what was."""
     async with router_world() as world:
         rest = asyncio.Event()
         world.p.plan(Step(cached_tokens=2))
@@ -169,6 +169,20 @@ async def test_cached_tokens_are_the_prefill_engines(stream: bool) -> None:
         usage = (await events_of(response))[-2]["usage"] if stream else (await response.json())["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] == 2
         assert usage["prompt_tokens"] == 5
+
+
+@pytest.mark.parametrize("decode_dispatch", ["eager", "late"])
+async def test_a_prefill_whose_only_token_ends_the_text_is_handed_over_all_the_same(
+    decode_dispatch: str,
+) -> None:
+    """X03: the decode leg is not spared, and the client gets its tokens."""
+    async with router_world(decode_dispatch=decode_dispatch) as world:
+        world.p.plan(Step(tokens=("",), finish_reason="stop"))
+        async with world.complete(max_tokens=2) as response:
+            choice = (await response.json())["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == (" one two#0", "length")
+        assert world.d.requests[0].params["transfer_id"] == world.p.requests[0].params["transfer_id"]
+        assert world.count("push", "ok", "none") == 1
 
 
 async def prefill_answer_seen(world: object) -> None:

@@ -1,0 +1,70 @@
+"""What happens to a leg besides its answer: its engine is lost, is too slow, or is judged by how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+
+from kvferry.router.failures import LegError, Reason
+from kvferry.router.pool import Pool, Worker
+from kvferry.router.worker import Answering
+
+
+class Guard:
+    """A context manager around one leg's wait for its answer, in a task of its own.
+
+    The leg is ended when its engine is found to be gone, and what it came to is told to the engine's circuit
+    breaker: a rejection is an answer, too, and a refused connection is the health check's affair.
+
+    Raises:
+        LegError: the engine is gone, or the block raised `TimeoutError`.
+    """
+
+    __slots__ = ("_answering", "_pool", "_worker")
+
+    def __init__(self, pool: Pool, worker: Worker) -> None:
+        self._pool = pool
+        self._worker = worker
+        task = asyncio.current_task()
+        assert task is not None
+        self._answering = Answering(task)
+
+    def __enter__(self) -> None:
+        self._worker.waits.add(self._answering)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._worker.waits.discard(self._answering)
+        if error is None:
+            self._worker.breaker.succeeded()
+            return
+        failure = self._failure(error)
+        if failure is None:
+            return
+        if failure.reason is Reason.REJECTED:
+            self._worker.breaker.succeeded()
+        elif failure.reason is not Reason.REFUSED:
+            self._worker.breaker.failed(self._pool.clock())
+        if failure is not error:
+            raise failure from error
+
+    def _failure(self, error: BaseException) -> LegError | None:
+        """What the engine has done; None when it has done nothing wrong."""
+        worker = self._worker
+        if isinstance(error, asyncio.CancelledError) and self._answering.lost:
+            return LegError(worker, Reason.LOST, "it answers nothing any more, nor its health check")
+        if isinstance(error, TimeoutError):
+            return too_slow(worker)
+        if not isinstance(error, LegError):
+            return None
+        if error.reason is Reason.REJECTED and worker.rank is not None and "data_parallel_rank" in str(error):
+            # That is no answer to the client: the engine has come back with other ranks.
+            self._pool.down(worker, str(error))
+            return LegError(worker, Reason.ERROR, "it has fewer data-parallel ranks than it had")
+        return error
+
+
+def too_slow(worker: Worker) -> LegError:
+    """The failure of a leg that has had `--leg-timeout-secs`."""
+    return LegError(worker, Reason.SLOW, "no answer within --leg-timeout-secs")

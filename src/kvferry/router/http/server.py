@@ -1,0 +1,353 @@
+"""The server: connections, one request at a time on each, and the way back to the client.
+
+A connection reads ahead while a request is served, so that a client that leaves is noticed; what it sends
+ahead waits its turn. When several wait no more is read: such a client's leaving is noticed later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from kvferry.router.errors import Cause, RequestError
+from kvferry.router.http.messages import date, header_lines, status_line
+from kvferry.router.http.reading import Readers, Request, RequestReader
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_LINGER_SECONDS = 1.0
+"""How long what a refused client still sends is thrown away, so that it reads the answer before the reset."""
+_WAITING_MAX = 8
+"""How many requests may wait on one connection; those of one read more."""
+_SWEEP_SECONDS = 5.0
+_HANDSHAKE_SECONDS = 10.0
+_BACKLOG = 1024
+_BUFFERED_BYTES_MAX = 64 << 10
+"""What transports hold before they say that it is much."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLimits:
+    """What a client may take."""
+
+    body_bytes_max: int
+    request_seconds: float
+    """From a request's first byte to its last."""
+    idle_seconds: float
+    """Between two requests."""
+    connections_max: int
+
+
+class App(Protocol):
+    """What is served."""
+
+    def screen(self, request: Request) -> RequestError | None:
+        """Why the body of a request shall not be read, if it shall not."""
+
+    async def handle(self, request: Request, reply: Reply) -> None:
+        """Answer the request, whatever happens; cancelled when the client is gone."""
+
+
+class Reply:
+    """The way back to one client, for one request."""
+
+    __slots__ = ("_chunked", "_connection", "_head", "_with_body", "ended", "keeps_alive", "started")
+
+    def __init__(self, connection: Connection, request: Request) -> None:
+        self._connection = connection
+        self._chunked = request.version != "1.0"
+        self._with_body = request.method != "HEAD"
+        self._head = b""
+        self.keeps_alive = request.keeps_alive
+        self.started = False
+        """Whether bytes have gone to the client."""
+        self.ended = False
+
+    @property
+    def full(self) -> bool:
+        """Whether the client is behind with reading."""
+        return self._connection.paused
+
+    def send(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        """Send a whole answer."""
+        head = self._lines(status, headers, b"Content-Length: %d\r\n" % len(body))
+        self.started = self.ended = True
+        self._connection.write(head + body if self._with_body else head)
+
+    def begin(self, headers: Mapping[str, str]) -> None:
+        """Begin an answer of unknown length; it goes out with its first piece."""
+        if not self._chunked:
+            self.keeps_alive = False
+        self._head = self._lines(200, headers, b"Transfer-Encoding: chunked\r\n" if self._chunked else b"")
+
+    def write(self, piece: bytes) -> None:
+        """Send a piece of the answer that was begun."""
+        if self._chunked:
+            piece = b"%x\r\n%b\r\n" % (len(piece), piece)
+        if not self.started:
+            self.started = True
+            piece = self._head + piece
+        self._connection.write(piece)
+
+    def end(self) -> None:
+        """End the answer that was begun."""
+        self.ended = True
+        if self._chunked:
+            self._connection.write(b"0\r\n\r\n")
+
+    async def room(self) -> None:
+        """Wait until the client has read most of what was sent."""
+        await self._connection.room()
+
+    def when_room(self, resume: Callable[[], None]) -> None:
+        """Call `resume` once when the client has read most of what was sent."""
+        self._connection.on_room = resume
+
+    def hang_up(self) -> None:
+        """End the connection at once, with what is buffered for a client that does not read."""
+        self._connection.hang_up()
+
+    def _lines(self, status: int, headers: Mapping[str, str], length: bytes) -> bytes:
+        end = b"\r\n" if self.keeps_alive else b"Connection: close\r\n\r\n"
+        if self.keeps_alive and not self._chunked:
+            end = b"Connection: keep-alive\r\n\r\n"
+        return b"".join((status_line(status), header_lines(headers), length, date.line(), end))
+
+
+class Connection(asyncio.Protocol):
+    """One client's connection."""
+
+    def __init__(self, server: HttpServer) -> None:
+        self._server = server
+        self._loop = server.loop
+        told = Readers(server.app.screen, self._expects, self._arrived)
+        self._reader = RequestReader(told, server.limits.body_bytes_max)
+        self.transport: asyncio.Transport | None = None
+        self.paused = False
+        self.on_room: Callable[[], None] | None = None
+        self.task: asyncio.Task[None] | None = None
+        self._waiting: deque[Request] = deque()
+        self._room: asyncio.Future[None] | None = None
+        self._late: asyncio.TimerHandle | None = None
+        self._late_number = 0
+        """Which of the connection's requests the timer is for."""
+        self._held_back = False
+        self.idle_since = self._loop.time()
+
+    # --- told by the transport -----------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are no subclasses of asyncio's.
+        self.transport = cast("asyncio.Transport", transport)
+        self._server.opened(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._reader.refused:
+            return
+        reader = self._reader
+        reader.feed(data)
+        if self._late is not None and (not reader.within or reader.number != self._late_number):
+            self._late.cancel()
+            self._late = None
+        if reader.within and self._late is None:
+            self._late_number = reader.number
+            self._late = self._loop.call_later(self._server.limits.request_seconds, self._is_late)
+        if len(self._waiting) >= _WAITING_MAX and not self._held_back and self.transport is not None:
+            self._held_back = True
+            self.transport.pause_reading()
+
+    def pause_writing(self) -> None:
+        self.paused = True
+
+    def resume_writing(self) -> None:
+        self.paused = False
+        resume, self.on_room = self.on_room, None
+        if resume is not None:
+            resume()
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._server.closed(self)
+        self.paused = False
+        self.on_room = None
+        self._waiting.clear()
+        if self._late is not None:
+            self._late.cancel()
+        if self.task is not None:
+            self.task.cancel()
+        self.transport = None
+
+    # --- told by the reader --------------------------------------------------
+
+    def _expects(self) -> None:
+        # Amid another answer it would be part of that; the client sends the body after a while anyway.
+        if self.task is None:
+            self.write(CONTINUE)
+
+    def _arrived(self, request: Request) -> None:
+        if self.task is None:
+            self._serve(request)
+        else:
+            self._waiting.append(request)
+
+    def _is_late(self) -> None:
+        self._late = None
+        seconds = self._server.limits.request_seconds
+        if not self._reader.refused:
+            message = f"the body did not arrive in {seconds:g} seconds"
+            self._reader.refuse(RequestError(408, Cause.TIMEOUT, message))
+
+    # -------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Whether it waits for a request."""
+        return self.task is None and not self._reader.within
+
+    def write(self, data: bytes) -> None:
+        """Send bytes to the client.
+
+        Raises:
+            ConnectionResetError: it is gone.
+        """
+        if self.transport is None or self.transport.is_closing():
+            raise ConnectionResetError("the client is gone")
+        self.transport.write(data)
+
+    async def room(self) -> None:
+        """Wait until the transport's buffer is low."""
+        if self.transport is not None and self.transport.get_write_buffer_size() > _BUFFERED_BYTES_MAX:
+            # uvloop writes, and finds that it cannot, after the present callbacks.
+            await asyncio.sleep(0)
+        while self.paused:
+            self._room = self._loop.create_future()
+            await self._room
+
+    def hang_up(self) -> None:
+        """Abort the connection."""
+        if self.transport is not None:
+            self.transport.abort()
+
+    def _serve(self, request: Request) -> None:
+        reply = Reply(self, request)
+        if self._server.closing:
+            reply.keeps_alive = False
+        self.task = self._loop.create_task(self._run(request, reply))
+
+    async def _run(self, request: Request, reply: Reply) -> None:
+        try:
+            await self._server.app.handle(request, reply)
+        finally:
+            self.task = None
+            self._ended(reply)
+
+    def _ended(self, reply: Reply) -> None:
+        transport = self.transport
+        if transport is None or transport.is_closing():
+            return
+        if not reply.ended:
+            transport.abort()
+        elif self._reader.refused and not self._waiting:
+            self._linger(transport)
+        elif not reply.keeps_alive:
+            transport.close()
+        elif self._waiting:
+            self._serve(self._waiting.popleft())
+            self._read_on(transport)
+        else:
+            self.idle_since = self._loop.time()
+
+    def _read_on(self, transport: asyncio.Transport) -> None:
+        """Read again when few wait."""
+        if self._held_back and len(self._waiting) < _WAITING_MAX:
+            self._held_back = False
+            transport.resume_reading()
+
+    def _linger(self, transport: asyncio.Transport) -> None:
+        """Close the connection of a client that may still be sending."""
+        self._read_on(transport)
+        if transport.can_write_eof():
+            transport.write_eof()
+        self._late = self._loop.call_later(_LINGER_SECONDS, transport.abort)
+
+
+class HttpServer:
+    """Listens, and keeps the connections."""
+
+    def __init__(self, app: App, limits: ServerLimits) -> None:
+        self.app = app
+        self.limits = limits
+        self.loop = asyncio.get_running_loop()
+        self.connections: set[Connection] = set()
+        self.closing = False
+        self._deserted = asyncio.Event()
+        self._deserted.set()
+        self._server: asyncio.Server | None = None
+        self._sweep: asyncio.TimerHandle | None = None
+
+    async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
+        """Listen.
+
+        Raises:
+            OSError: it cannot.
+        """
+        self._server = await self.loop.create_server(
+            lambda: Connection(self),
+            host,
+            port,
+            ssl=tls,
+            ssl_handshake_timeout=None if tls is None else _HANDSHAKE_SECONDS,
+            backlog=_BACKLOG,
+            reuse_address=True,
+        )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens."""
+        assert self._server is not None
+        host, port = self._server.sockets[0].getsockname()[:2]
+        return host, port
+
+    async def close(self) -> None:
+        """Stop listening, cancel what is being served, close all connections."""
+        self.closing = True
+        if self._server is not None:
+            self._server.close()
+        if self._sweep is not None:
+            self._sweep.cancel()
+        tasks = [connection.task for connection in self.connections if connection.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for connection in list(self.connections):
+            connection.hang_up()
+        await self._deserted.wait()
+
+    def opened(self, connection: Connection) -> None:
+        """A connection is there; one too many is closed."""
+        self.connections.add(connection)
+        self._deserted.clear()
+        if len(self.connections) > self.limits.connections_max or self.closing:
+            connection.hang_up()
+        elif self._sweep is None:
+            self._sweep = self.loop.call_later(_SWEEP_SECONDS, self._close_idle)
+
+    def closed(self, connection: Connection) -> None:
+        """A connection is gone."""
+        self.connections.discard(connection)
+        if not self.connections:
+            self._deserted.set()
+
+    def _close_idle(self) -> None:
+        self._sweep = None
+        latest = self.loop.time() - self.limits.idle_seconds
+        for connection in list(self.connections):
+            # Also one whose client has not read its last answer until now.
+            if connection.idle and connection.idle_since < latest:
+                connection.hang_up()
+        if self.connections and not self.closing:
+            self._sweep = self.loop.call_later(_SWEEP_SECONDS, self._close_idle)

@@ -1,0 +1,226 @@
+"""A decode leg that streams: its events, awaited in batches or poured to the client as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+
+import msgspec
+
+from kvferry.router.errors import JSON, EngineAnswer
+from kvferry.router.failures import LegError, Reason
+from kvferry.router.http.answers import Answer, LostError
+from kvferry.router.openai import error_message
+from kvferry.router.sse import EventSplitter, EventTooLongError, data_of
+from kvferry.router.worker import Worker
+
+_END_OF_BODY_SECONDS = 0.5
+
+
+class DecodeStream:
+    """An answered decode leg whose first event has arrived; `close` it in every case."""
+
+    def __init__(self, worker: Worker, answer: Answer, event_bytes_max: int) -> None:
+        self.worker = worker
+        self.reads = 0
+        """How often something has come."""
+        self._answer = answer
+        self._splitter = EventSplitter(event_bytes_max)
+        self._slot = ExitStack()
+        self._first: list[bytes] | None = None
+        self._first_whole = False
+        """Whether the first events are one piece that was not cut."""
+        self._failure: LegError | None = None
+        self._finished = False
+        self._told: Callable[[list[bytes]], None] | None = None
+        self._plain: Callable[[bytes], None] = lambda data: None
+        self._poured: asyncio.Future[None] | None = None
+
+    async def open(self) -> None:
+        """Wait for the first event with data.
+
+        Raises:
+            LegError: the stream ends or fails before it.
+        """
+        self._first = await self._opening()
+        if self._first is None:
+            raise LegError(self.worker, Reason.LOST, "the stream ended without an event")
+
+    def closes(self, slot: ExitStack) -> None:
+        """Hand over what `close` gives back: the connection and the worker's slot."""
+        self._slot = slot
+
+    async def more(self) -> list[bytes] | None:
+        """The events that have arrived since, at least one; None after `[DONE]`, which is not one of them.
+
+        Raises:
+            LegError: the engine reports an error, or the stream ends without `[DONE]`.
+        """
+        if self._first is not None:
+            first, self._first = self._first, None
+            return self._events(first[0]) if self._first_whole else first
+        return await self._next()
+
+    async def pour(self, told: Callable[[list[bytes]], None], plain: Callable[[bytes], None]) -> None:
+        """Give all events that come until `[DONE]` to `told`, each as soon as it is there.
+
+        Whole events that have nothing in them that is changed on its way, no usage and no
+        `kv_transfer_params`, go to `plain` instead, in pieces as they were read.
+
+        Raises:
+            LegError: the engine reports an error, or the stream ends without `[DONE]`.
+        """
+        if self._first is not None:
+            first, self._first = self._first, None
+            if self._first_whole:
+                plain(first[0])
+            else:
+                told(first)
+        if self._failure is not None:
+            raise self._failure
+        if not self._finished:
+            self._told, self._plain = told, plain
+            self._poured = asyncio.get_running_loop().create_future()
+            self._answer.pour(self._arrived)
+            try:
+                await self._poured
+            finally:
+                self._answer.stop_pouring()
+
+    def hold(self) -> None:
+        """Read no more for now."""
+        self._answer.hold()
+
+    def go_on(self) -> None:
+        """Read again."""
+        self._answer.go_on()
+
+    def abort(self) -> None:
+        """End the leg as if its connection were lost: whoever waits for more gets a `LegError`."""
+        self._answer.abort()
+
+    def close(self) -> None:
+        """End the leg; an engine that has not finished learns it by the closed connection.
+
+        After `[DONE]` the body's end is still read, for a moment, so that the connection can serve again.
+        """
+        slot, self._slot = self._slot, ExitStack()
+        if not self._finished or self._answer.ended:
+            slot.close()
+            return
+        late = asyncio.get_running_loop().call_later(_END_OF_BODY_SECONDS, slot.close)
+
+        def ended(data: bytes) -> None:
+            if not data:
+                late.cancel()
+                slot.close()
+
+        self._answer.pour(ended)
+
+    def _arrived(self, data: bytes) -> None:
+        """Take in what the connection has read; called by it."""
+        poured, told = self._poured, self._told
+        assert poured is not None
+        assert told is not None
+        if poured.done():
+            return
+        try:
+            if not data:
+                raise self._ended()  # noqa: TRY301 - one place sorts what goes wrong
+            self.reads += 1
+            if self._splitter.empty and _plain(data):
+                self._plain(data)
+                return
+            events = self._events(data)
+            if events:
+                told(events)
+            if self._failure is not None:
+                raise self._failure  # noqa: TRY301
+        except Exception as error:  # noqa: BLE001 - whatever it is, the one who pours gets it
+            poured.set_exception(error)
+        else:
+            if self._finished:
+                poured.set_result(None)
+
+    async def _opening(self) -> list[bytes] | None:
+        """The first events: one piece, not cut, when they are whole and plain."""
+        data = await self._read()
+        if _plain(data):
+            self._first_whole = True
+            return [data]
+        return self._events(data) or await self._next()
+
+    async def _next(self) -> list[bytes] | None:
+        while not self._finished:
+            if self._failure is not None:
+                raise self._failure
+            events = self._events(await self._read())
+            if events:
+                return events
+        return None
+
+    async def _read(self) -> bytes:
+        try:
+            data = await self._answer.read()
+        except LostError as error:
+            raise LegError(self.worker, Reason.LOST, f"the stream broke: {error}") from error
+        if not data:
+            raise self._ended()
+        self.reads += 1
+        return data
+
+    def _ended(self) -> LegError:
+        failure = self._answer.failure
+        if failure is not None:
+            return LegError(self.worker, Reason.LOST, f"the stream broke: {failure}")
+        return LegError(self.worker, Reason.LOST, "the stream ended before its answer did")
+
+    def _events(self, data: bytes) -> list[bytes]:
+        try:
+            events = self._splitter.feed(data)
+        except EventTooLongError as error:
+            raise LegError(self.worker, Reason.ERROR, str(error)) from error
+        told, self._finished, self._failure = self._sorted(events)
+        return told
+
+    def _sorted(self, events: list[bytes]) -> tuple[list[bytes], bool, LegError | None]:
+        """`(events for the client, whether [DONE] was among them, the engine's error)`."""
+        told: list[bytes] = []
+        for event in events:
+            data = data_of(event)
+            if data is None:
+                continue
+            if data == b"[DONE]":
+                return told, True, None
+            if data.startswith(b'{"error"'):
+                return told, False, self._told_failure(data)
+            told.append(event)
+        return told, False, None
+
+    def _told_failure(self, data: bytes) -> LegError:
+        code = _error_code(data)
+        reason = Reason.REJECTED if 400 <= code < 500 else Reason.ERROR
+        message = error_message(data) or "an error without a message"
+        return LegError(self.worker, reason, message, EngineAnswer(code, data, JSON))
+
+
+def _plain(data: bytes) -> bool:
+    """Whether whole events may go to the client unread: nothing in them ends or changes anything."""
+    return (
+        data.endswith(b"\n\n")
+        and data.startswith(b"data: ")
+        and b"[DONE]" not in data
+        and b'"error"' not in data
+        and b'"usage"' not in data
+        and b"kv_transfer_params" not in data
+    )
+
+
+def _error_code(data: bytes) -> int:
+    try:
+        error = msgspec.json.decode(data).get("error")
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return 500
+    code = error.get("code") if isinstance(error, Mapping) else None
+    return code if isinstance(code, int) and 400 <= code < 600 else 500
