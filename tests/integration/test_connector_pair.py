@@ -112,8 +112,9 @@ def test_engines_of_unequal_shape_hand_over(pair_of, producer, consumer, prompt)
         ({"kv_heads": 4}, {"ranks": 2, "kv_heads": 2}),
         pytest.param({"window": 40}, {}, marks=windows),
         pytest.param({"window": 40}, {"window": 56}, marks=windows),
+        pytest.param({"window": 40}, {"window": 40, "window_block_tokens": 32}, marks=windows),
     ],
-    ids=["cache types", "another number of heads", "hybrid on one side", "windows"],
+    ids=["cache types", "another number of heads", "hybrid on one side", "windows", "blocks of windows"],
 )
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_caches_that_do_not_fit_are_refused_before_anything_is_written(pair_of, producer, consumer, policy):
@@ -143,10 +144,10 @@ WINDOWED = [
     ({"ranks": 1}, {"ranks": 2}),
     ({"stages": 2}, {"stages": 1}),
     ({"stages": 1}, {"stages": 2, "ranks": 2}),
-    ({"block_tokens": 16}, {"block_tokens": 32}),
+    ({"block_tokens": 16, "window_block_tokens": 32}, {"block_tokens": 32}),
     ({"block_tokens": 32}, {"block_tokens": 16}),
     ({"window_block_tokens": 32}, {"window_block_tokens": 16}),
-    ({"window_block_tokens": 16}, {"window_block_tokens": 48}),
+    ({"window_block_tokens": 48}, {"window_block_tokens": 16}),
 ]
 
 

@@ -656,6 +656,30 @@ def test_blocks_of_a_window_count_from_its_end_on_either_side() -> None:
     assert [piece.group_start(group) for group in (0, 1)] == [0, 16]
 
 
+def test_a_window_s_first_block_is_read_as_the_engine_counts_blocks() -> None:
+    """V13 V14: our engine's blocks are two of ours, and a window of 6 begins within one of them."""
+    rank = windowed(TWO_GROUPS)
+    rank.core.state.whole_tokens = (4, 8)
+    rank.command(Receive(T, C, SOURCE, 0, 29, (((5, 8),), ((9, 2),)), "pull"))
+    rank.hear(offer(29, groups=(((20, 8),), ((40, 2),))))
+    first, second = rank.posts()
+    assert [list(blocks) for blocks in second.target_blocks] == [[9, 10, 11, 12], [9, 10]]
+    assert [second.group_start(group) for group in (0, 1)] == [16, 24]
+    rank.done(first.slice, second.slice)
+    assert [type(result) for result in rank.results()] == [Received]
+
+
+def test_an_offer_that_begins_within_a_window_s_first_block_is_refused() -> None:
+    """What is left of that block would be somebody else's KV in our engine's prefix cache."""
+    rank = windowed(TWO_GROUPS)
+    rank.core.state.whole_tokens = (4, 16)
+    rank.command(Receive(T, C, SOURCE, 0, 29, (((5, 8),), ((9, 4),)), "pull"))
+    rank.hear(offer(29, groups=(((20, 8),), ((40, 2),))))
+    (result,) = rank.results()
+    assert isinstance(result, ReceiveFailed)
+    assert result.reason == "malformed: groups[1] is offered from token 24 on, and needed from 16 on"
+
+
 @pytest.mark.parametrize("blocks", [0, 1, 7])
 def test_an_offer_without_the_window_is_refused(blocks: int) -> None:
     rank = windowed(TWO_GROUPS)
