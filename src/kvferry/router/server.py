@@ -224,7 +224,7 @@ async def _reload(server: RouterServer, signals: _Signals, arguments: argparse.N
 class _Signals:
     """Signals of a kind, one after the other, while it is entered.
 
-    They are given back at the end: a closed loop of uvloop keeps its handlers, and would swallow all later ones.
+    They are given back at the end: a closed loop of uvloop keeps its handlers, and swallows all later ones.
     """
 
     def __init__(self, *numbers: signal.Signals) -> None:
