@@ -26,9 +26,11 @@ hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, prin
 hypothesis.settings.register_profile("nightly", max_examples=2000, deadline=None, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-# What is loaded from here on, vLLM and torch among it, stays for the whole run: see `pytest_collection_finish`.
+# What is loaded from here on, vLLM among it, stays for the whole run: see `pytest_collection_finish`.
 gc.disable()
 
+GARBAGE_THRESHOLDS = 20_000, 20, 20
+"""Garbage is collected less often than usual: tests make many objects, and few cycles of them."""
 INTEGRATION = Path(__file__).parent / "integration"
 
 
@@ -50,6 +52,7 @@ def pytest_collection_finish() -> None:
     # Extension modules complain at the end of the process of what nobody has collected.
     atexit.register(gc.unfreeze)
     gc.enable()
+    gc.set_threshold(*GARBAGE_THRESHOLDS)
 
 
 @pytest.hookimpl(tryfirst=True)
