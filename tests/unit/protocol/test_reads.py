@@ -10,6 +10,7 @@ import pytest
 
 from kvferry.errors import PeerError
 from kvferry.ids import ConsumerId, EngineId, PeerName, TransferId
+from kvferry.protocol import farewells
 from kvferry.protocol.commands import (
     AnnounceCommand,
     BlocksSafe,
@@ -21,7 +22,6 @@ from kvferry.protocol.commands import (
     Withdraw,
 )
 from kvferry.protocol.consumer import ConsumerCore
-from kvferry.protocol.farewells import FAREWELLS_MAX
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.messages import (
     Announce,
@@ -605,12 +605,13 @@ def test_a_farewell_that_nobody_answers_ends_with_the_lease() -> None:
     assert rank.core.next_due() is None
 
 
-def test_farewells_are_bounded() -> None:
+def test_farewells_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(farewells, "FAREWELLS_MAX", 5)
     rank = Rank()
-    for number in range(FAREWELLS_MAX + 3):
+    for number in range(8):
         transfer = TransferId(f"t{number}")
         rank.command(pull(8, transfer=transfer), Withdraw(transfer, C, SOURCE, "left"))
-    assert len(rank.core.state.farewells) == FAREWELLS_MAX
+    assert len(rank.core.state.farewells) == 5
     assert rank.core.state.counts == {"farewell_dropped": 3}
 
 
