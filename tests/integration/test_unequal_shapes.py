@@ -22,6 +22,8 @@ from tests.support.live import (
 )
 from tests.support.tiny_models import write_latent_model, write_windowed_model
 
+pytestmark = pytest.mark.engines
+
 ROOT = Path(__file__).parents[2]
 POLITE = ROOT / "tests" / "support" / "polite_queue"
 TWO_RANKS = ("--tensor-parallel-size", "2")
