@@ -111,7 +111,7 @@ class FerryScheduler:
             clock,
             lambda: secrets.token_hex(16),
         )
-        self._both_directions = settings.bidirectional_kv_xfer and facts.produces and facts.consumes
+        self._both_directions = _keeps_turns(facts, settings)
 
     def bind_pool(self, pool: BlockPool) -> None:
         """The engine's block pool exists now."""
@@ -249,9 +249,8 @@ class FerryScheduler:
         keep, held = self.producer.finish(request)
         if held is not None:
             return keep, self._answer(request, held)
-        # Of layers with a window the engine has the newest tokens only, and the next turn may need others.
-        whole = len(blocks) == 1 and not self._facts.has_windows
-        kept = self.holding.finish(request, blocks[0], self._source) if whole else None
+        keeps = self._both_directions and len(blocks) == 1
+        kept = self.holding.finish(request, blocks[0], self._source) if keeps else None
         return keep, None if kept is None else _kept(request.request_id, kept)
 
     def _told(self, request: EngineRequest, origin: TransferId | None) -> dict[str, Any] | None:
@@ -362,6 +361,17 @@ def _kept(name: RequestId, kept: HeldParams) -> dict[str, Any]:
 def _label(field: str) -> str:
     """A bounded metric label: the params' keys are ours, not the client's."""
     return "params" if field == "*" else field
+
+
+def _keeps_turns(facts: EngineFacts, settings: Settings) -> bool:
+    """Whether KV flows both ways here; says why not where that was asked for."""
+    if settings.bidirectional_kv_xfer and not facts.keeps_turns:
+        logger.warning(
+            "bidirectional_kv_xfer is off: this model has sliding windows or several cache groups, and the "
+            "next turn may need KV of a window that has moved on; prefill engines compute whole prompts"
+        )
+        return False
+    return settings.bidirectional_kv_xfer and facts.produces and facts.consumes
 
 
 def _scheduled(step: Any, is_ours: Callable[[RequestId], bool]) -> Iterator[Scheduled]:

@@ -86,6 +86,14 @@ class EngineFacts:
         """
         return len(self.groups) <= 1 and not self.has_windows
 
+    @property
+    def keeps_turns(self) -> bool:
+        """Whether what is kept of a turn is of use to the next one, wherever that parts from it.
+
+        Of a window the newest tokens are there, and a prompt that parts from the turn earlier needs others.
+        """
+        return len(self.groups) <= 1 and not self.has_windows
+
     def received_stop(self, prompt_tokens: int) -> int:
         """The end of what a decode request receives of its prompt.
 

@@ -6,6 +6,8 @@ import pytest
 from vllm.v1.engine import FinishReason
 
 from kvferry.connector import compat
+from kvferry.handoff import HeldParams, SourceParams
+from kvferry.host.prefixes import told_prefixes
 from kvferry.layout.spans import from_spans
 from kvferry.protocol.commands import Advance, Receive, Received, ReceiveFailed, Released
 from tests.support.legs import DECODE as SOURCE
@@ -33,6 +35,33 @@ def published(commands):
                 del groups[number][command.first_of(number) :]
                 groups[number] += ids(spans)
     return groups
+
+
+def test_turns_are_not_kept_and_the_log_says_why(engine_of, caplog):
+    """The next turn may part from this one before its window: nothing is kept, told, asked for or noted."""
+    with caplog.at_level("WARNING", logger="kvferry"):
+        engine = engine_of(window=WINDOW, step_tokens=256, extra=(("bidirectional_kv_xfer", True),))
+    (said,) = [record.message for record in caplog.records if "bidirectional_kv_xfer" in record.message]
+    assert said.startswith("bidirectional_kv_xfer is off: this model has sliding windows")
+    engine.add("r", 100, SOURCE, max_tokens=2)
+    engine.step()
+    engine.agent.take()
+    engine.agent.say(Received("transfer-one", "r", 1000))
+    engine.steps(6)
+    assert engine.finish_reason("r") is FinishReason.LENGTH
+    assert engine.answer("r") is None
+    assert (len(engine.side.holding), engine.side.holding._origins) == (0, {})
+    engine.add("probe", 1, PREFILL | {"probe": True, "held_of": "transfer-one"})
+    engine.steps(2)
+    assert engine.answer("probe")["holds"] is False
+    tokens = list(range(64))
+    told = told_prefixes(tokens, 64, BLOCK_TOKENS, b"[null,null]")
+    where = SourceParams(engine="d", host="127.0.0.1", port=1)
+    held = HeldParams(source=where, transfer="transfer-kept", tokens=64, prefixes=told).to_params()
+    engine.add("next", 120, held | {"do_remote_decode": True, "transfer_id": "transfer-two"})
+    engine.steps(3)
+    assert not [command for command in engine.agent.take() if isinstance(command, Receive)]
+    assert engine.counters("kvferry_histories") == {("off",): 1}
 
 
 def receive_of(engine):
