@@ -82,6 +82,16 @@ def test_blocks_that_a_window_has_moved_on_from_may_be_others() -> None:
     assert history.finish() == []
 
 
+def test_a_block_that_is_shared_may_outlive_one_that_a_window_has_left_later() -> None:
+    history = opened(ContentIsExact)
+    history.report(D0, RECEIVED)
+    history.decode([10, 11, 12], [0, 20, 21], tokens=11)
+    history.give(CONSUMER, 21)
+    history.oracle.wrong.add((D0, 21))
+    history.end_decode()
+    assert history.finish() == []
+
+
 def test_blocks_that_a_window_still_has_are_compared_at_the_end() -> None:
     history = opened(ContentIsExact)
     history.report(D0, RECEIVED)
