@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SETUP_INPUTS := pyproject.toml scripts/setup.sh $(wildcard requirements/*.txt)
 
 .DEFAULT_GOAL := setup
-.PHONY: setup demo test test-fast test-simulation test-integration test-long simulate compat \
+.PHONY: setup demo test test-fast test-simulation test-integration test-engines test-long simulate compat \
 	lint format types contracts coverage clean
 
 setup: $(READY)
@@ -31,7 +31,7 @@ $(COMPAT_READY): $(SETUP_INPUTS)
 demo: $(READY)
 	$(BIN)/kvferry demo
 
-test: lint types contracts test-fast test-simulation simulate test-integration
+test: lint types contracts test-fast test-simulation simulate test-integration test-engines
 
 lint: $(READY)
 	$(BIN)/ruff check
@@ -60,8 +60,13 @@ FROM ?= 0
 simulate: $(READY)
 	$(BIN)/kvferry simulate --seeds $(SEEDS) --from $(FROM) --jobs $(WORKERS)
 
+# What has a process, an agent or a stub to itself; several at a time.
 test-integration: $(READY)
-	$(BIN)/python -m pytest -q -m "not long" tests/integration --timeout 300
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not long and not engines" tests/integration --timeout 300
+
+# vLLM engines fill the machine; one test at a time.
+test-engines: $(READY)
+	$(BIN)/python -m pytest -q -m "engines and not long" tests/integration --timeout 300
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -q -m long --timeout 1800

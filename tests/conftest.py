@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import logging
 import os
 import signal
@@ -24,6 +26,11 @@ hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, prin
 hypothesis.settings.register_profile("nightly", max_examples=2000, deadline=None, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
+# What is loaded from here on, vLLM among it, stays for the whole run: see `pytest_collection_finish`.
+gc.disable()
+
+GARBAGE_THRESHOLDS = 20_000, 20, 20
+"""Garbage is collected less often than usual: tests make many objects, and few cycles of them."""
 INTEGRATION = Path(__file__).parent / "integration"
 
 
@@ -34,14 +41,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.integration)
 
 
-@pytest.fixture(autouse=True)
-def own_loggers() -> None:
+def pytest_collection_finish() -> None:
+    """No collection of garbage in a test walks again through what all tests have loaded."""
+    # Else pytest hangs its handlers on each of torch's many loggers, six times a test.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
+            logger.propagate = True
+    gc.collect()
+    gc.freeze()
+    # Extension modules complain at the end of the process of what nobody has collected.
+    atexit.register(gc.unfreeze)
+    gc.enable()
+    gc.set_threshold(*GARBAGE_THRESHOLDS)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
     """`caplog` sees our loggers, whatever ran before in this process.
 
     vLLM's plugin loading hangs them under its own, and commands that run one test's worth of product quieten
     them for good.
     """
     logging.getLogger("kvferry").parent = logging.getLogger()
-    for name in list(logging.root.manager.loggerDict):
-        if name.partition(".")[0] == "kvferry":
-            logging.getLogger(name).setLevel(logging.NOTSET)
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        # To set a level walks through all loggers there are, and vLLM has hundreds.
+        if name.startswith("kvferry") and isinstance(logger, logging.Logger) and logger.level:
+            logger.setLevel(logging.NOTSET)

@@ -32,3 +32,17 @@ def test_make_test_runs_every_folder_of_tests() -> None:
     }
     lines = "".join(recipe(target) for target in needed_by("test"))
     assert set(re.findall(r"\btests/(\w+)", lines)) == with_tests
+
+
+ENGINES = re.compile(r"from tests\.support\.(live|emulated_pair) import|\"bench\", \"compare\"|\"(demo|up)\"")
+"""What a test that starts vLLM engines has in its text."""
+
+
+def test_what_starts_engines_runs_alone_and_nothing_else_does() -> None:
+    """Engines beside other engines starve on a small machine; what starts none need not wait for them."""
+    texts = {
+        path.name: path.read_text(encoding="utf-8")
+        for path in (ROOT / "tests" / "integration").glob("test_*.py")
+    }
+    marked = {name for name, text in texts.items() if "pytest.mark.engines" in text}
+    assert marked == {name for name, text in texts.items() if ENGINES.search(text)}

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.cli import main as cli
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(240)]
 
 
 def test_two_connectors_and_two_cells_are_compared(

@@ -20,6 +20,8 @@ from tests.support.live import (
     run,
 )
 
+pytestmark = pytest.mark.engines
+
 HOLD_SECONDS = 60.0
 """Longer than a turn takes where cores are short, with the same turn on the reference engine."""
 PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"

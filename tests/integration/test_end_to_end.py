@@ -13,6 +13,8 @@ import pytest
 from kvferry.cli.requests import fetch
 from tests.support.live import BLOCK_TOKENS, Client, Live, completion, run, sample, token_ids
 
+pytestmark = pytest.mark.engines
+
 BYTES = "kvferry_transfer_bytes_total"
 PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"
 EARLY = "kvferry_bytes_before_prefill_end_total"

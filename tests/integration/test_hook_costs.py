@@ -12,6 +12,7 @@ from kvferry.connector import hook_costs, hook_engine
 from kvferry.connector.connector import FerryConnector
 from kvferry.connector.hook_costs import BenchError, Options, Report, measure
 from kvferry.connector.hook_engine import NO_COST, Cost, Meter, engine_pair
+from kvferry.connector.turn_costs import turn_costs
 from kvferry.host.worker import FerryWorker
 from tests.support.memory_agents import agents_in_memory
 
@@ -87,6 +88,31 @@ def test_what_is_promised_has_a_figure_with_its_limit(report: Report) -> None:
     }
     assert set(report.pull_ratios) == {"prefill", "decode"}
     assert report.repeats == 1
+
+
+def test_a_turns_digests_are_told_by_side_and_size_and_have_no_limit(report: Report) -> None:
+    told = {(figure.side, figure.name): figure for figure in report.turns}
+    assert set(told) == {
+        (side, f"{what}, {blocks} blocks")
+        for side, what in (
+            ("decode", "turn kept"),
+            ("decode", "of it digests"),
+            ("prefill", "turn gone on with"),
+        )
+        for blocks in SMALL.sizes
+    }
+    assert {(figure.count, figure.limit) for figure in told.values()} == {(1, None)}
+    assert not {figure.name for figure in report.figures} & {name for _, name in told}
+
+
+def test_a_turn_that_is_measured_does_what_an_engine_does() -> None:
+    """The digests of both sides agree: `turn_costs` asserts it; and pins come back, or room would end."""
+    costs = turn_costs((4, 40), repeats=3)
+    assert {name: len(times) for (_, name), times in costs.items()} == {
+        f"{what}, {blocks} blocks": 3
+        for what in ("turn kept", "of it digests", "turn gone on with")
+        for blocks in (4, 40)
+    }
 
 
 @pytest.mark.usefixtures("short")

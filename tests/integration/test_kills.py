@@ -12,6 +12,8 @@ import pytest
 from tests.integration.test_end_to_end import BYTES, TOKEN_BYTES, counters, legs, moved
 from tests.support.live import BLOCK_TOKENS, Client, Live, completion, run
 
+pytestmark = pytest.mark.engines
+
 LOST_TOKENS = "kvferry_lost_tokens_total"
 KILLED_SECONDS_MAX = 30.0
 """From the kill to the answer: the next renewal finds the connection dead (2 s), then D recomputes."""

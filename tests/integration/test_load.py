@@ -7,7 +7,11 @@ import random
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.support.live import Client, Live, completion, make_deployment, one_more_engine, run
+
+pytestmark = pytest.mark.engines
 
 CLOCK_TICKS = 100
 

@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.live import BLOCK_TOKENS, Client, Live, completion, make_deployment, one_more_engine, run
 
+pytestmark = pytest.mark.engines
+
 
 @pytest.mark.parametrize("block", [0, 5])
 def test_one_damaged_block_changes_the_answer(engines: Live, tmp_path: Path, block: int) -> None:

@@ -91,6 +91,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         yield running
 
 
+@pytest.mark.engines
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 def test_killed_and_started_again_under_load(fleet: Live) -> None:

@@ -21,6 +21,8 @@ from tests.support.live import (
     sample,
 )
 
+pytestmark = pytest.mark.engines
+
 TRANSFERS = "kvferry_router_transfers_total"
 
 

@@ -20,6 +20,8 @@ from kvferry.cli.soak_rounds import Rounds
 from tests.support.live import MODEL, STARTUP_SECONDS, Live
 from tests.support.stub_fleet import ends, eventually
 
+pytestmark = pytest.mark.engines
+
 CONTEXT_TOKENS = 8192
 COMPUTE_SECONDS = 240.0
 INTERRUPTED = 130

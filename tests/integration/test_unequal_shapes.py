@@ -1,4 +1,4 @@
-"""Prefill and decode engines of unlike shape, and a model with sliding windows.
+"""Prefill and decode engines of unlike shape, and models with sliding windows and with MLA.
 
 Every answer equals that of one engine with one rank, which has computed it alone.
 """
@@ -10,8 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.live import Client, Live, arguments, completion, live, make_deployment, run
-from tests.support.tiny_models import write_windowed_model
+from tests.support.live import (
+    Client,
+    Live,
+    arguments,
+    completion,
+    live,
+    make_deployment,
+    one_more_router,
+    run,
+)
+from tests.support.tiny_models import write_latent_model, write_windowed_model
+
+pytestmark = pytest.mark.engines
 
 ROOT = Path(__file__).parents[2]
 POLITE = ROOT / "tests" / "support" / "polite_queue"
@@ -21,6 +32,11 @@ TWO_STAGES = (
     *("--worker-cls", "tests.support.pipeline_worker.PipelineWorker"),
 )
 SMALL_BLOCKS = ("--block-size", "64")
+LATENT = (
+    *("--attention-backend", "CPU_MLA"),
+    *("--compilation-config", '{"custom_ops": ["-rotary_embedding"]}'),
+)
+"""Without its second part vLLM rotates the wrong elements, and the connector refuses the engine."""
 
 
 BUSY = {"PYTHONPATH": os.pathsep.join((str(POLITE), str(ROOT), os.environ.get("PYTHONPATH", "")))}
@@ -87,6 +103,46 @@ def test_layers_with_a_sliding_window(tmp_path: Path) -> None:
                 expected = await client.tokens(pair.decode, body)
                 for _ in range(2):
                     assert await client.tokens(pair.endpoints.router, body) == expected
+
+        run(work)
+        for url in (pair.prefill, pair.decode):
+            completed = pair.metric(url, "kvferry_transfers_total", outcome="completed")
+            assert completed == 2 * len(bodies), pair.state()
+        pair.assert_empty()
+
+
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        pytest.param(TWO_RANKS, (), id="tp2 to tp1"),
+        pytest.param((), TWO_RANKS, id="tp1 to tp2", marks=pytest.mark.long),
+        pytest.param(TWO_RANKS, TWO_RANKS, id="tp2 to tp2", marks=pytest.mark.long),
+    ],
+)
+def test_latents_of_mla(tmp_path: Path, prefill: tuple[str, ...], decode: tuple[str, ...]) -> None:
+    """V11: every rank has all latents; one sends them, pushed and pulled, and the others need not.
+
+    An engine with MLA has no prefix cache on the CPU, so that asked without a router it computes everything.
+    """
+    write_latent_model(tmp_path / "model")
+    deployment = make_deployment(
+        tmp_path / "model",
+        tmp_path,
+        reference=False,
+        prefill_arguments=arguments(*LATENT, *prefill),
+        decode_arguments=arguments(*LATENT, *decode),
+        environment=BUSY,
+    )
+    with live(deployment) as pair, one_more_router(pair, "pull", "--transfer-mode", "pull") as pulling:
+        bodies = [completion(pair.prompt(length), max_tokens=12) for length in (17, 300, 701)]
+        alone = pair.prefill if decode else pair.decode
+
+        async def work(client: Client) -> None:
+            for body in bodies:
+                expected = await client.tokens(alone, body)
+                for router in (pair.endpoints.router, pulling):
+                    assert await client.tokens(router, body) == expected
 
         run(work)
         for url in (pair.prefill, pair.decode):

@@ -31,7 +31,10 @@ from tests.support.live import (
 )
 from tests.support.vllm_router import spec_of
 
-pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="vllm-router's wheel is for x86-64")
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="vllm-router's wheel is for x86-64"),
+]
 PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"
 TRANSFERS = "kvferry_transfers_total"
 

@@ -152,6 +152,8 @@ class Mutant:
     changes: Sequence[Change]
     blind: bool = False
     """Planted without having looked at the checkers."""
+    world: str = ""
+    """The world whose histories can show it; empty: the one that was asked for."""
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[None]:

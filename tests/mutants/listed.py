@@ -7,5 +7,6 @@ from tests.mutants.consumer_side import CONSUMER_SIDE
 from tests.mutants.edits import Mutant
 from tests.mutants.producer_side import ENDINGS, POSTING
 from tests.mutants.pull_side import PULL_SIDE
+from tests.mutants.windows import WINDOWS
 
-LISTED: tuple[Mutant, ...] = (*CONSUMER_SIDE, *POSTING, *ENDINGS, *PULL_SIDE, *AGENT_SIDE)
+LISTED: tuple[Mutant, ...] = (*CONSUMER_SIDE, *POSTING, *ENDINGS, *PULL_SIDE, *AGENT_SIDE, *WINDOWS)

@@ -68,7 +68,11 @@ def engines(draw: st.DrawFn) -> tuple[Sizes, Sizes]:
                 form=draw(st.sampled_from(FORMS)),
             )
         )
-    return sides[0], sides[1]
+    ours, theirs = sides
+    if model.window and ours.block_tokens % theirs.block_tokens:
+        # Of a window whole blocks travel.
+        theirs = replace(theirs, block_tokens=ours.block_tokens)
+    return ours, theirs
 
 
 @given(engines(), st.data(), st.integers(0, 1 << 32), st.randoms(use_true_random=False))

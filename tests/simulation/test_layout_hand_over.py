@@ -46,7 +46,14 @@ def matrix() -> list[tuple[Sizes, Sizes]]:
             )
             for tp, split in ((tp, split), (their_tp, their_split))
         ]
-        pairs.append((sides[0], sides[1]))
+        ours, theirs = sides
+        if model.window and ours.block_tokens % theirs.block_tokens:
+            # Of a window whole blocks travel.
+            ours, theirs = (
+                replace(side, block_tokens=other.block_tokens)
+                for side, other in ((ours, theirs), (theirs, ours))
+            )
+        pairs.append((ours, theirs))
     random.shuffle(pairs)
     return pairs
 

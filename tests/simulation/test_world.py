@@ -168,6 +168,7 @@ def options_by_chance() -> frozenset[str]:
         "leg_missing",
         "limits",
         "longer_prompt",
+        "misfit",
         "parts",
         "stale_incarnation",
         "table",

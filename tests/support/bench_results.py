@@ -10,6 +10,7 @@ from pathlib import Path
 from kvferry.bench.arrivals import schedule
 from kvferry.bench.connectors import BASELINE
 from kvferry.bench.grid import Cell
+from kvferry.bench.machine import Machine, MachineUse
 from kvferry.bench.phases import Phases
 from kvferry.bench.plan import Options, requests_in, sessions
 from kvferry.bench.records import Load, Record
@@ -17,6 +18,7 @@ from kvferry.bench.results import CellRun, EngineCost, HookCost, Results, Sessio
 
 CELLS = (Cell(1, 1024), Cell(1, 16384), Cell(8, 16384))
 NAMES = ("ferry-push", "vllm-push", "vllm-pull")
+MACHINE = Machine(processor="Imagined 9000", cores=2, memory_bytes=24 << 30, kernel="Linux 9.9")
 
 
 def options(**changed: object) -> Options:
@@ -53,6 +55,8 @@ class World:
     idle: Mapping[str, float] = field(default_factory=lambda: {"vllm-push": 1.0, "vllm-pull": 1.0})
     early: float = 0.9
     """Share of our bytes that are posted early."""
+    others: Mapping[tuple[str, float], float] | None = field(default_factory=dict)
+    """Share of two cores that others use, by connector and rate; a hundredth elsewhere. None: not noted."""
     mismatches: int = 0
     failing: str | None = None
     """A connector under which the first request of every cell fails."""
@@ -76,7 +80,13 @@ class World:
             load=load,
             phases=cut,
             engines=engines,
+            machine=None if self.others is None else self._machine(self.others.get((name, cell.rate), 0.01)),
         )
+
+    def _machine(self, others_share: float) -> MachineUse:
+        used = {"engines": 15.0, "load_generator": 1.0}
+        total = sum(used.values()) + others_share * 20.0
+        return MachineUse(seconds=10.0, cores=2, used=total, **used)
 
     def _request(
         self, name: str, repeat: int, cell: Cell, made: Options, position: int, due: float
@@ -171,6 +181,7 @@ class World:
                 idle_seconds=3.0,
                 idle_cpu_seconds=dict.fromkeys(sides, 3 * idle),
                 idle_thread_seconds=dict.fromkeys(sides, 1.5 * idle),
+                machine=None if self.others is None else MACHINE,
             )
             for cell in session.cells:
                 yield self.run(session.connector, session.repeat, cell, made)

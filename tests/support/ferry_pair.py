@@ -116,13 +116,13 @@ class Member:
             ]
             for place, name in enumerate(stages[rank.pp]):
                 # A block belongs to one group at a time, so that their layers lie over each other.
-                sizes = shape.blocks, len(held), block_tokens, 2 * HEAD_SIZE
+                sizes = shape.blocks, len(held), block_tokens, shape.content_size
                 tensors[name] = memory.setdefault((place, block_tokens), torch.zeros(sizes))
             tables.append(Table(stages[rank.pp], block_tokens, window, stages=tuple(stages)))
         self.caches.append(tensors)
         return describe_caches(
             tensors,
-            model=Model("tiny", "float32", shape.cache_type, shape.heads, is_mla=False, facts={}),
+            model=Model("tiny", "float32", shape.cache_type, shape.heads, is_mla=shape.latent, facts={}),
             rank=rank,
             tp=shape.ranks,
             pp=shape.stages,
@@ -153,7 +153,7 @@ class Member:
                     if layer not in self.caches[rank]:
                         continue
                     memory = self.caches[rank][layer]
-                    values = (expected + LAYERS.index(layer)).expand(stop, len(held), 2 * HEAD_SIZE)
+                    values = (expected + LAYERS.index(layer)).expand(stop, len(held), self.shape.content_size)
                     good = memory[block[seen], :, slot[seen], :] == values[seen]
                     if not bool(good.all()):
                         first = seen.start + int((~good).nonzero()[0][0])

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from kvferry.handoff import TransferMode
 from kvferry.ids import ConsumerId, EngineId, PeerName, TransferId
 from kvferry.layout.spans import to_spans
@@ -12,6 +15,7 @@ from kvferry.protocol.codec import Encoder
 from kvferry.protocol.commands import Advance, Command, Preempt, Receive, Result, Source
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.messages import AnyMessage
+from kvferry.simulator.ground.arena import GroupShape
 from kvferry.simulator.ground.events import (
     BlocksReturned,
     BlocksTaken,
@@ -55,12 +59,28 @@ class FakeOracle:
     delay_seconds: float = 0.2
     limits: Limits = field(default_factory=Limits)
     retry_bound_seconds: float = 5.0
-    block_tokens: int = 4
+    groups: tuple[GroupShape, ...] = (GroupShape(4),)
+    groups_by_rank: dict[PeerName, tuple[GroupShape, ...]] = field(default_factory=dict)
+    """Of ranks that have others."""
     clock_rate: float = 1.0
+    misfits: set[tuple[PeerName, PeerName]] = field(default_factory=set)
+    """Source and target."""
+    memory: dict[tuple[PeerName, int, int], int] = field(default_factory=dict)
+    """What a token of a block has, by rank, block and place in the block."""
 
-    def block_tokens_of(self, rank: PeerName) -> int:
-        """Tokens per block of a rank's cache, in any life."""
-        return self.block_tokens
+    def groups_of(self, rank: PeerName) -> tuple[GroupShape, ...]:
+        """The same, but for some."""
+        return self.groups_by_rank.get(rank, self.groups)
+
+    def fits(self, source: PeerName, target: PeerName) -> bool:
+        """Whether KV may go from the one to the other."""
+        return (source, target) not in self.misfits
+
+    def content(self, rank: PeerName, group: int, blocks: Sequence[int]) -> npt.NDArray[np.uint32]:
+        """One layer and head."""
+        places = range(self.groups[group].block_tokens)
+        words = [self.memory.get((rank, block, place), 0) for block in blocks for place in places]
+        return np.array(words, dtype=np.uint32).reshape(-1, 1, 1)
 
     def limits_of(self, rank: PeerName) -> Limits:
         """Every rank has the same."""
@@ -71,10 +91,10 @@ class FakeOracle:
         return self.clock_rate
 
     def mismatch(
-        self, rank: PeerName, prompt: int, start: int, stop: int, blocks: Sequence[int]
+        self, rank: PeerName, prompt: int, group: int, start: int, stop: int, blocks: Sequence[int]
     ) -> str | None:
         """Blocks of four tokens each."""
-        used = blocks[: -(-(stop - start) // 4)]
+        used = blocks[: -(-stop // 4) - start // 4]
         bad = [block for block in used if (rank, block) in self.wrong]
         return f"blocks {bad} of prompt {prompt}" if bad else None
 
@@ -192,10 +212,10 @@ class History:
         """The initiator sees a WRITE done."""
         self.see(PostEnded(self._tick(), rank, to, handle, PostState.DONE))
 
-    def decode(self, blocks: Sequence[int], tokens: int, request: str = "c") -> None:
+    def decode(self, *tables: Sequence[int], tokens: int, request: str = "c") -> None:
         """The consumer engine starts decoding."""
         ranks = self.consumers
-        self.see(DecodeStarted(self._tick(), CONSUMER, ranks, request, 7, tokens, tuple(blocks)))
+        self.see(DecodeStarted(self._tick(), CONSUMER, ranks, request, 7, tokens, tuple(map(tuple, tables))))
 
     def end_decode(self, request: str = "c") -> None:
         """The consumer engine ends a decode request."""
@@ -217,9 +237,11 @@ def receive(
     stop: int = 8,
     consumer: ConsumerId = C,
     mode: TransferMode = "push",
+    more: Sequence[Sequence[int]] = (),
 ) -> Receive:
-    """A destination in `blocks`."""
-    return Receive(T, consumer, SOURCE, start, stop, (to_spans(list(blocks)),), mode)
+    """A destination in `blocks`, and of further cache groups in `more`."""
+    groups = tuple(to_spans(list(one)) for one in (blocks, *more))
+    return Receive(T, consumer, SOURCE, start, stop, groups, mode)
 
 
 def advance(blocks: Sequence[int], frontier: int = 8, first_block: int = 0) -> Advance:

@@ -1,12 +1,12 @@
 """Agents of several engines on one fake clock: production loops and cores over the memory transport.
 
-Every loop is stepped in turn and time moves by `TICK_SECONDS`; nothing sleeps. A rank's cache is a real
-buffer, filled so that each block of each rank differs.
+Every loop is stepped in turn and time moves by `TICK_SECONDS`, or by more while nothing happens; nothing
+sleeps. A rank's cache is a real buffer, filled so that each block of each rank differs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from random import Random
 
 import numpy as np
@@ -29,6 +29,8 @@ from kvferry.transport.memory import MemoryFabric, MemoryTransport
 from tests.support.fabric import FakeClock
 
 TICK_SECONDS = 0.001
+CALM_SECONDS = 0.005
+"""What passes at once while nothing lands and no timer ends: loops look for other things as often as this."""
 BLOCK_TOKENS = 16
 LAYERS = 3
 HEADS = 2
@@ -217,25 +219,52 @@ class World:
 
     def step(self) -> None:
         """Step every living loop once and let a tick pass."""
-        for rank in self.ranks:
-            if not rank.dead:
-                rank.loop.step()
-                rank.loop.producer.check_invariants()
-                rank.loop.consumer.check_invariants()
+        self._step_loops()
         self.clock.advance(TICK_SECONDS)
 
     def run(self, seconds: float) -> None:
         """Let time pass."""
         until = self.clock.now + seconds
         while self.clock.now < until:
-            self.step()
+            self._step_loops()
+            self._let_pass(until)
+
+    def _step_loops(self) -> None:
+        for rank in self.ranks:
+            if not rank.dead:
+                rank.loop.step()
+                rank.loop.producer.check_invariants()
+                rank.loop.consumer.check_invariants()
+
+    def _dues(self) -> Iterator[float]:
+        """When something lands, or is due in a core; now, where a mailbox holds something already."""
+        landing = self.fabric.next_due()
+        if landing is not None:
+            yield landing
+        for rank in self.ranks:
+            if rank.dead:
+                continue
+            if rank.inbox:
+                yield self.clock.now
+            for core in (rank.loop.producer, rank.loop.consumer):
+                due = core.next_due()
+                if due is not None:
+                    yield due
+
+    def _let_pass(self, until: float) -> None:
+        """Let a tick pass, or all the time for which nothing can matter to any loop, up to a moment."""
+        moment = min(until, self.clock.now + CALM_SECONDS, *self._dues())
+        self.clock.advance(max(moment - self.clock.now, TICK_SECONDS))
 
     def until(self, condition: Callable[[], object], seconds: float = 5.0) -> float:
         """Run until `condition` holds; returns how long it took. Fails the test after `seconds`."""
         start = self.clock.now
-        while not condition():
+        holds = condition()
+        while not holds:
             assert self.clock.now < start + seconds, f"not within {seconds:g} s: {self.dump()}"
-            self.step()
+            self._step_loops()
+            holds = condition()
+            self._let_pass(self.clock.now if holds else start + seconds)
         return self.clock.now - start
 
     def dump(self) -> str:

@@ -111,7 +111,7 @@ def _succeed(history: History) -> None:
     history.later(1).report(P_RANK, cmd.Released(OURS, "served"))
     history.add(ev.RequestEnded(history.at, P, "prefill-1", OURS, None, "completed"))
     history.report(D_RANK, cmd.Received(OURS, CONSUMER, 96))
-    history.later(5).add(ev.DecodeStarted(history.at, D, (D_RANK,), "decode-1", 1, 12, (5, 6, 7)))
+    history.later(5).add(ev.DecodeStarted(history.at, D, (D_RANK,), "decode-1", 1, 12, ((5, 6, 7),)))
     history.add(ev.RequestEnded(history.at, D, "decode-1", OURS, CONSUMER, "completed"))
     history.later(40).add(ev.DecodeEnded(history.at, D, "decode-1", preempted=False))
 

@@ -33,10 +33,12 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
 BLOCK_TOKENS = 16
 HEADS = 2
 HEAD_SIZE = 32
+LATENT_SIZE = 36
+"""Elements of one token's latent, the rotated key among them."""
 LAYERS = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
 
 
@@ -85,6 +89,8 @@ class Shape:
     block_tokens: int = BLOCK_TOKENS
     depth: int = 1
     prefix_caching: bool = True
+    latent: bool = False
+    """A model with MLA."""
     window: int = 0
     """The second layer keeps so many tokens, in a cache group of its own; 0: all, in one group."""
     cache_type: str = "float32"
@@ -95,8 +101,13 @@ class Shape:
 
     @property
     def heads(self) -> int:
-        """The model's KV heads."""
-        return self.kv_heads or HEADS * self.ranks
+        """The model's KV heads; with MLA the latents of one, on every rank."""
+        return 1 if self.latent else self.kv_heads or HEADS * self.ranks
+
+    @property
+    def content_size(self) -> int:
+        """Elements of one token of one head."""
+        return LATENT_SIZE if self.latent else 2 * HEAD_SIZE
 
     @property
     def places(self) -> list[Rank]:
@@ -175,12 +186,7 @@ def kv_cache_config(shape: Shape) -> KVCacheConfig:
     """One group of full attention, or one more with a window that lies over it in memory."""
     groups, tensors = [], []
     for layers, block_tokens, window in shape.groups:
-        sizes = {"num_kv_heads": HEADS, "head_size": HEAD_SIZE, "dtype": torch.float32}
-        spec = (
-            SlidingWindowSpec(block_size=block_tokens, sliding_window=window, **sizes)
-            if window
-            else FullAttentionSpec(block_size=block_tokens, **sizes)
-        )
+        spec = _spec(shape, block_tokens, window)
         page = spec.page_size_bytes
         tensors.append(
             KVCacheTensor(
@@ -192,6 +198,17 @@ def kv_cache_config(shape: Shape) -> KVCacheConfig:
         )
         groups.append(KVCacheGroupSpec(list(layers), spec))
     return KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
+
+
+def _spec(shape: Shape, block_tokens: int, window: int) -> AttentionSpec:
+    if shape.latent:
+        return MLAAttentionSpec(
+            block_size=block_tokens, num_kv_heads=1, head_size=LATENT_SIZE, dtype=torch.float32
+        )
+    sizes = {"num_kv_heads": HEADS, "head_size": HEAD_SIZE, "dtype": torch.float32}
+    if window:
+        return SlidingWindowSpec(block_size=block_tokens, sliding_window=window, **sizes)
+    return FullAttentionSpec(block_size=block_tokens, **sizes)
 
 
 class Engine:

@@ -150,7 +150,7 @@ class Links:
             stated = (theirs.rank, theirs.tp_size, theirs.pp_size)
             if stated != (Rank(entry.pp, entry.tp), directory.tp_size, directory.pp_size):
                 raise PeerError(f"{entry.peer} describes the cache of {theirs.rank}, not its own")
-            self._check(theirs)
+            self._check(theirs, we_send=False)
             known[entry.peer] = theirs
         return known[entry.peer]
 
@@ -203,7 +203,7 @@ class Links:
         theirs = decode_spec(hello.cache)
         if theirs.rank != Rank(hello.pp, hello.tp):
             raise PeerError(f"{peer} describes the cache of {theirs.rank}, not its own")
-        self._check(theirs)
+        self._check(theirs, we_send=True)
         joint = self._plans.keep(peer, plan(self.ours, theirs, turn_of(hello.engine)))
         self._writable[peer] = _Writable(hello)
         self._writable.move_to_end(peer)
@@ -215,6 +215,7 @@ class Links:
             block_counts=theirs.block_counts,
             block_bytes=joint.block_bytes,
             windows=theirs.windows,
+            whole_tokens=theirs.whole_tokens,
         )
 
     def plan_for(self, peer: PeerName) -> CopyPlan:
@@ -287,8 +288,8 @@ class Links:
         self.transport.connect(peer, metadata)
         self.connections.opened(peer)
 
-    def _check(self, theirs: CacheSpec) -> None:
-        problems = compare(self.ours, theirs)
+    def _check(self, theirs: CacheSpec, *, we_send: bool) -> None:
+        problems = compare(self.ours, theirs, we_send=we_send)
         if problems:
             rest = "; ".join(str(problem) for problem in problems[1:])
             first = problems[0]

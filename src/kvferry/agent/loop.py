@@ -101,8 +101,10 @@ class Loop:
     ) -> None:
         """`before_post` is called before each post, and raises when nothing may be posted any more."""
         encoder = Encoder(transport.notification_bytes_max)
-        self.producer = ProducerCore(limits, cache.block_tokens)
-        self.consumer = ConsumerCore(limits, transport.retry_bound_seconds, cache.block_tokens, cache.windows)
+        self.producer = ProducerCore(limits, cache.block_tokens, cache.whole_tokens)
+        self.consumer = ConsumerCore(
+            limits, transport.retry_bound_seconds, cache.block_tokens, cache.windows, cache.whole_tokens
+        )
         self.stats = stats
         self._mail = Mail(transport, encoder, stats)
         self._decoder = Decoder(limits.message_bytes_max)

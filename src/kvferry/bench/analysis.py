@@ -13,10 +13,11 @@ from functools import cached_property
 import numpy as np
 
 from kvferry.bench.checks import Checks
-from kvferry.bench.connectors import BASELINE, CONNECTORS
+from kvferry.bench.connectors import BASELINE, CONNECTORS, PULLING
 from kvferry.bench.costs import Costs
+from kvferry.bench.enough import shortage
 from kvferry.bench.grid import Cell
-from kvferry.bench.phases import PHASES, Phases
+from kvferry.bench.phases import PHASES, Phases, as_fetched
 from kvferry.bench.records import Record
 from kvferry.bench.results import CellRun, Results
 from kvferry.bench.statistics import Floats, Interval, interval, quantile, ratio, seed_of
@@ -151,7 +152,13 @@ class Comparison:
     def phases(self, connector: str, cell: Cell) -> dict[str, float]:
         """Mean seconds per phase of the time to first token; phases that nobody noted are left out."""
         rows = [one for run in self.runs_of(connector, cell) for one in run.phases]
-        return mean_phases(rows)
+        return mean_phases(list(map(as_fetched, rows)) if connector in PULLING else rows)
+
+    def shortage(self, names: Iterable[str], cell: Cell, metric: str, share: float) -> str | None:
+        """What is missing for judging a quantile under all of these connectors; None when nothing is."""
+        named = [self.named_samples(name, cell, "e2el" if metric == GAP else metric) for name in names]
+        requests = min((sum(map(len, repeats)) for repeats in named), default=0)
+        return shortage(requests, min((sum(map(bool, repeats)) for repeats in named), default=0), share)
 
     def named_samples(self, connector: str, cell: Cell, metric: str) -> list[Named]:
         """Samples by request, one dictionary per repeat."""

@@ -14,6 +14,7 @@ from kvferry.bench.connectors import CONNECTORS, Connector
 from kvferry.bench.dispatch import PROBE_TOKENS, Ask, Dispatch, Style, asks_of
 from kvferry.bench.grid import Cell
 from kvferry.bench.load import LoadLimits, client, run_load
+from kvferry.bench.machine import machine, moment, use
 from kvferry.bench.phases import Phases, phases
 from kvferry.bench.plan import (
     IDLE_SECONDS,
@@ -165,6 +166,7 @@ class _Measured:
                     idle_thread_seconds=idle_thread_seconds,
                     pages=sum(one.pages for one in verified),
                     mismatches=sum(one.mismatches for one in verified),
+                    machine=machine(),
                 )
             )
             runs = sum(run_seconds(cell, options.cell_seconds) for cell in self.session.cells)
@@ -219,10 +221,12 @@ class _Measured:
         asks = self._asks(f"bench-{repeat}-{cell.rate:g}x{cell.input_tokens}", cell.input_tokens, count)
         due = schedule(count, cell.rate, 1.0, seed_of("due", place))
         limits = LoadLimits(request_seconds_max=REQUEST_SECONDS_MAX)
+        began = moment(sum(self.pair.cpu_seconds().values()))
         marks = await watch.mark()
         load = await run_load(http, dispatch, asks, due, limits)
         await watch.wait_for(record.request for record in load.records if record.succeeded)
         engines = await watch.costs(marks)
+        used = use(began, moment(sum(self.pair.cpu_seconds().values())))
         await asyncio.sleep(SETTLE_SECONDS)
         return CellRun(
             connector=self.connector.name,
@@ -231,6 +235,7 @@ class _Measured:
             load=load,
             phases=tuple(self._phases(load, watch)),
             engines=engines,
+            machine=used,
         )
 
     def _asks(self, name: str, tokens: int, count: int) -> list[Ask]:

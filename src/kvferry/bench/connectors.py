@@ -35,6 +35,8 @@ def _decode_alone(prefill: str, decode: str, style: Style) -> Dispatch:
 _SYNCHRONOUS = {"num_threads": 0}
 PUSH, PULL = "ferry-push", "ferry-pull"
 STOCK_PULL = ("vllm-pull", "vllm-pull-sync")
+PULLING = (PULL, *STOCK_PULL)
+"""Those whose decode engine fetches."""
 BASELINE = "decode-alone"
 _ALL = (
     Connector(

@@ -106,22 +106,23 @@ def load_figure(comparison: Comparison, metric: str) -> Figure:
 
 
 def over_load(axes: Axes, comparison: Comparison, metric: str, share: float, tokens: int) -> None:
-    """One line per connector over the rates of one prompt length, with 95 % intervals."""
+    """One line per connector over the rates of one prompt length, with 95 % intervals of enough requests."""
     rates = sorted({cell.rate for cell in comparison.cells if cell.input_tokens == tokens})
     width = 0.05
     for index, name in enumerate(comparison.connectors):
         shift = (index - (len(comparison.connectors) - 1) / 2) * width
         points = [
-            (position + shift, found)
+            (Cell(rate, tokens), position + shift, found)
             for position, rate in enumerate(rates)
             if (found := comparison.figure(name, Cell(rate, tokens), metric, share)) is not None
         ]
         if not points:
             continue
-        heights = np.array([one.figure for _, one in points]) * 1000
-        spread = np.array([[one.figure - one.low, one.high - one.figure] for _, one in points]).T * 1000
+        heights = np.array([one.figure for _, _, one in points]) * 1000
+        spread = np.array([[one.figure - one.low, one.high - one.figure] for _, _, one in points]).T * 1000
+        spread *= [comparison.shortage((name,), cell, metric, share) is None for cell, _, _ in points]
         axes.errorbar(
-            [at for at, _ in points],
+            [at for _, at, _ in points],
             heights,
             yerr=np.maximum(spread, 0),
             color=COLOURS[name],

@@ -7,9 +7,11 @@ from html import escape
 from typing import Any
 
 from kvferry.bench.analysis import HANDOVER, Comparison
+from kvferry.bench.circumstances import machine_section
 from kvferry.bench.connectors import BASELINE, CONNECTORS
 from kvferry.bench.cost_tables import costliest_hooks, hidden, hooks, jitter, processor, transfers
 from kvferry.bench.grid import Cell
+from kvferry.bench.machine import OTHERS_SHARE_MAX
 from kvferry.bench.markup import by_load, folded, table
 from kvferry.bench.phases import PHASES
 from kvferry.bench.tables import Row
@@ -28,12 +30,13 @@ th { border-bottom-color: #9aa5b1; } th:first-child, td:first-child, td.text, th
 .label { text-align: left; } td.text { white-space: normal; } .scroll { overflow-x: auto; }
 .met { color: #18633c; font-weight: 600; } .missed { color: #a61b1b; font-weight: 600; }
 .open { color: #52606d; } td.group { border-top: 2px solid #9aa5b1; }
+.remark { border-left: 4px solid #f2b134; padding-left: .6rem; }
 .beside { display: flex; flex-wrap: wrap; gap: .4rem 1.6rem; }
 .beside th, .beside td { padding: .28rem .42rem; }
 .beside h3 { font-size: .9rem; margin: .6rem 0 .1rem; }
 .better { background: #d8f0e0; } .worse { background: #fbdcdc; } summary { cursor: pointer; margin: .6rem 0; }
 """
-_CLASSES = {"met": "met", "missed": "missed", "not measured": "open"}
+_CLASSES = {"met": "met", "missed": "missed", "not judged": "open", "not measured": "open"}
 
 
 def page(
@@ -42,18 +45,20 @@ def page(
     targets: Sequence[Target],
     rows: Sequence[Row],
     pictures: Mapping[str, str],
+    remarks: Sequence[str] = (),
 ) -> str:
     """The whole page. `pictures` has SVG elements by the name of their section."""
     parts = [
         "<h1>kvferry and vLLM's own connectors, on emulated engines</h1>",
         f"<p>{escape(verdict)}</p>",
+        *(f'<p class="remark">{escape(one[:1].upper() + one[1:])}.</p>' for one in remarks),
         _method(comparison),
         _section("Targets", _TARGETS if len(comparison.ours()) > 1 else "", _targets(targets)),
         _section("Beside the better of vLLM's connectors", _GLANCE, _glance(comparison)),
         _section(
             "Time to first token",
             "From the moment a request is due. Points are medians (above) and 95th percentiles (below) of "
-            "all repeats, bars their 95 % intervals.",
+            "all repeats, bars their 95 % intervals where there are enough requests for one.",
             _picture(pictures, "ttft"),
         ),
         _section(
@@ -74,6 +79,7 @@ def page(
         ),
         _section("Steps with and without transfers", _JITTER, jitter(comparison)),
         _section("All figures", "Milliseconds.", _all_figures(rows)),
+        _section("The machine", _MACHINE, machine_section(comparison)),
         _section("How it was run", "", _options(comparison)),
     ]
     inside = "\n".join(parts)
@@ -88,8 +94,8 @@ def page(
 _TARGETS = "Those of kvferry push, where a row does not name pull."
 _GLANCE = (
     "Our figure over that of vLLM's connector, with its usual posting, which is better in that cell, on the "
-    "requests that both have answered. Green and red where the whole 95 % interval is on one side of 1; the "
-    "interval shows where the pointer rests."
+    "requests that both have answered. Green and red where the whole 95 % interval is on one side of 1, grey "
+    "where there are too few requests or repeats for one; the interval shows where the pointer rests."
 )
 _JITTER = (
     "By how much steps took longer than their modelled time, the device's wait for them included. What the "
@@ -103,6 +109,11 @@ _PHASES = "What has happened before its phase's turn costs nothing in it: it was
 _HIDDEN = (
     "Share of the KV's bytes that kvferry's push had posted when prefill ended. vLLM's connectors begin when "
     "the request has ended, and so does pull; theirs is none."
+)
+_MACHINE = (
+    "Processor time of the whole machine by who used it, in cores. Others are all processes but the engines "
+    "and the load generator, and the kernel's own work; the host is what runs this virtual machine, if one "
+    f"does. Where these two take more than {OTHERS_SHARE_MAX:.0%} of all processors' time, it says so above."
 )
 _COSTS = (
     "Hooks run on an engine's main thread. In the picture, calls in steps that move nothing are included; "
@@ -181,8 +192,11 @@ def _ratio(comparison: Comparison, name: str, cell: Cell, metric: str, share: fl
     if told is None:
         return ""
     one = told.ratio
+    few = comparison.shortage((name, told.connector), cell, metric, share)
     side = ' class="better"' if one.high < 1 else ' class="worse"' if one.low > 1 else ""
-    hint = escape(f"{CONNECTORS[told.connector].label}, {one.low:.2f} to {one.high:.2f}")
+    side = side if few is None else ' class="open"'
+    interval = f"{one.low:.2f} to {one.high:.2f}" if few is None else f"not judged: {few}"
+    hint = escape(f"{CONNECTORS[told.connector].label}, {interval}")
     # Near 1 two digits would hide on which side it is.
     figure = f"{one.figure:.3f}" if abs(one.figure - 1) < 0.0095 else f"{one.figure:.2f}"
     return f'<td{side} title="{hint}">{figure}</td>'

@@ -106,16 +106,3 @@ def fitting_cell_seconds(listed: list[Session], minutes_max: float) -> float:
     tenths = range(round(CELL_SECONDS_MIN * 10), round(CELL_SECONDS_MAX * 10) + 1)
     fitting = [tenth / 10 for tenth in tenths if estimate_seconds(listed, tenth / 10) <= allowed]
     return max(fitting)
-
-
-def differences(ours: Options, theirs: Options) -> list[str]:
-    """The options in which two runs differ, with both values."""
-    found = []
-    for name in Options.__struct_fields__:
-        before, now = getattr(theirs, name), getattr(ours, name)
-        if isinstance(before, dict) and isinstance(now, dict):
-            keys = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
-            found += [f"{name}.{key}: was {before.get(key)!r}, is {now.get(key)!r}" for key in keys]
-        elif before != now:
-            found.append(f"{name}: was {before!r}, is {now!r}")
-    return found

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvferry.bench import figures
 from kvferry.bench.analysis import HANDOVER, Comparison
+from kvferry.bench.circumstances import remarks
 from kvferry.bench.connectors import CONNECTORS
 from kvferry.bench.grid import Cell
 from kvferry.bench.page import page
@@ -27,6 +28,8 @@ class Written:
     problems: tuple[str, ...]
     """Why the figures are not to be trusted; none where everything was right."""
     targets: tuple[Target, ...]
+    remarks: tuple[str, ...] = ()
+    """What a reader must know before believing the figures."""
 
 
 def write_report(results: Results) -> Written:
@@ -40,12 +43,13 @@ def write_report(results: Results) -> Written:
         raise UsageError(f"{results.directory} holds no measured cell yet")
     told, rows = targets(comparison), cell_rows(comparison)
     verdict = verdict_of(comparison)
+    said = remarks(comparison)
     drawn = draw(comparison, results.directory)
-    document = json.dumps(as_document(comparison, rows, told), indent=1)
+    document = json.dumps(as_document(comparison, rows, told, said), indent=1)
     _write(results.directory / JSON, document + "\n")
     _write(results.directory / CSV, as_csv(rows))
-    _write(results.directory / HTML, page(comparison, verdict, told, rows, drawn))
-    return Written(verdict, tuple(problems(comparison)), tuple(told))
+    _write(results.directory / HTML, page(comparison, verdict, told, rows, drawn, said))
+    return Written(verdict, tuple(problems(comparison)), tuple(told), tuple(said))
 
 
 def verdict_of(comparison: Comparison) -> str:
@@ -78,6 +82,8 @@ def _told(comparison: Comparison, name: str, cell: Cell) -> str:
             continue
         told = comparison.against_better(name, cell, metric, share)
         better = f" ({told.ratio.figure:.2f} x {CONNECTORS[told.connector].label})" if told else ""
+        if comparison.shortage((name,), cell, metric, share) is not None:
+            better = better.removesuffix(")") + ", not judged)" if told else " (not judged)"
         digits = 1 if metric == "tpot" else 0
         parts.append(f"{metric.upper()} p{share * 100:g} {one.figure * 1000:.{digits}f} ms{better},")
     return " ".join(parts).rstrip(",")

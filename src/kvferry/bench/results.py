@@ -13,9 +13,11 @@ from pathlib import Path
 
 import msgspec
 
+from kvferry.bench.flags import differences, refusal
 from kvferry.bench.grid import Cell
+from kvferry.bench.machine import Machine, MachineUse
 from kvferry.bench.phases import Phases
-from kvferry.bench.plan import Options, Session, differences
+from kvferry.bench.plan import Options, Session
 from kvferry.bench.records import Load
 from kvferry.errors import UsageError
 
@@ -95,6 +97,8 @@ class CellRun(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
     load: Load
     phases: tuple[Phases, ...]
     engines: dict[Side, EngineCost]
+    machine: MachineUse | None = None
+    """None in runs that are older than it."""
 
     @property
     def key(self) -> tuple[str, int, Cell]:
@@ -115,6 +119,7 @@ class SessionRun(msgspec.Struct, frozen=True, kw_only=True, tag="session"):
     pages: int = 0
     """Compared while the engines warmed up."""
     mismatches: int = 0
+    machine: Machine | None = None
 
 
 Line = CellRun | SessionRun
@@ -165,10 +170,7 @@ def open_results(directory: Path, options: Options) -> Results:
         found = read_results(directory)
         differing = differences(options, found.options)
         if differing:
-            raise UsageError(
-                f"--output {directory} holds a run with other options; choose another directory, or go on "
-                f"with the same options: {'; '.join(differing)}"
-            )
+            raise UsageError(refusal(directory, differing))
         return found
     if any(directory.iterdir()):
         raise UsageError(f"--output {directory} is neither empty nor a comparison; choose another directory")

@@ -84,6 +84,8 @@ def result(options: ServeOptions, load: Load, metrics: Sequence[str]) -> dict[st
     return {
         "options": told,
         "totals": asdict(totals(load, options.objectives)),
+        "metrics": list(metrics),
+        "samples": {name: one.count for name, one in figures.items()},
         "milliseconds": {name: as_milliseconds(one) for name, one in figures.items()},
         "started_ns": load.started_ns,
         "requests": msgspec.to_builtins(load.records),

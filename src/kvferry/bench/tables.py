@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
+
 from kvferry.bench.analysis import METRICS, Comparison
+from kvferry.bench.circumstances import machines, others_share
 from kvferry.bench.costs import SIDES
 from kvferry.bench.grid import Cell
 from kvferry.bench.targets import Target
@@ -39,11 +43,15 @@ def as_csv(rows: list[Row]) -> str:
     return buffer.getvalue()
 
 
-def as_document(comparison: Comparison, rows: list[Row], targets: list[Target]) -> Row:
+def as_document(
+    comparison: Comparison, rows: list[Row], targets: list[Target], remarks: Sequence[str] = ()
+) -> Row:
     """Everything in one JSON document."""
     return {
         "options": {name: getattr(comparison.options, name) for name in comparison.options.__struct_fields__},
         "targets": [asdict(target) for target in targets],
+        "remarks": list(remarks),
+        "machines": [msgspec.to_builtins(one) for one in machines(comparison)],
         "cells": rows,
         "phases_ms": [
             {"connector": name, "rate": cell.rate, "input_tokens": cell.input_tokens}
@@ -85,12 +93,16 @@ def _row(comparison: Comparison, name: str, cell: Cell) -> Row:
         "requests": sum(len(run.load.records) for run in runs),
         "failed": sum(len(run.load.failures) for run in runs),
     }
+    for share in WITH_INTERVAL:
+        row[f"p{share * 100:g}_not_judged"] = comparison.shortage((name,), cell, "e2el", share)
     for metric in METRICS:
         row |= _quantiles(comparison, name, cell, metric)
     for side in SIDES:
         row |= _side(comparison, name, cell, side)
     hidden = comparison.costs.hidden_share(name, cell)
     row["posted_before_prefill_end"] = None if hidden is None else round(hidden, 4)
+    shares = others_share(runs)
+    row["others_share"], row["others_share_most"] = (None, None) if shares is None else map(_rounded, shares)
     return row
 
 
@@ -101,7 +113,8 @@ def _quantiles(comparison: Comparison, name: str, cell: Cell, metric: str) -> Ro
         label = f"{metric}_p{share * 100:g}_ms"
         row[label] = None if level is None else _ms(level)
         found = comparison.figure(name, cell, metric, share) if share in WITH_INTERVAL else None
-        if found is not None and found.high > found.low:
+        few = comparison.shortage((name,), cell, metric, share)
+        if found is not None and found.high > found.low and few is None:
             row |= {f"{label}_low": _ms(found.low), f"{label}_high": _ms(found.high)}
     if name in comparison.ours():
         for share in WITH_INTERVAL:
@@ -110,7 +123,9 @@ def _quantiles(comparison: Comparison, name: str, cell: Cell, metric: str) -> Ro
                 label = f"{metric}_p{share * 100:g}_ratio"
                 row[f"{label}_to"] = told.connector
                 row[label] = round(told.ratio.figure, 4)
-                row |= {f"{label}_low": round(told.ratio.low, 4), f"{label}_high": round(told.ratio.high, 4)}
+                if comparison.shortage((name, told.connector), cell, metric, share) is None:
+                    low, high = round(told.ratio.low, 4), round(told.ratio.high, 4)
+                    row |= {f"{label}_low": low, f"{label}_high": high}
     return row
 
 
@@ -136,6 +151,10 @@ def _side(comparison: Comparison, name: str, cell: Cell, side: str) -> Row:
 def _place(comparison: Comparison) -> Any:
     order = {name: position for position, name in enumerate(comparison.connectors)}
     return lambda name: order.get(name, len(order))
+
+
+def _rounded(share: float) -> float:
+    return round(share, 4)
 
 
 def _ms(seconds: float) -> float:

@@ -1,20 +1,22 @@
 """What kvferry promises of its speed, beside what a comparison has measured.
 
-A target is met, missed, or open because the comparison did not measure it. Nothing is rounded in its favour.
+A target is met, missed, or open: the comparison did not measure it, or has too few requests or repeats for a
+verdict. Nothing is rounded in its favour.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvferry.bench.analysis import GAP, HANDOVER, Comparison
 from kvferry.bench.connectors import BASELINE, CONNECTORS, PULL, PUSH, STOCK_PULL
 from kvferry.bench.costs import SIDES
+from kvferry.bench.enough import too_few_repeats
 from kvferry.bench.grid import Cell
 
-Verdict = Literal["met", "missed", "not measured"]
+Verdict = Literal["met", "missed", "not judged", "not measured"]
 
 LONG_PROMPT_TOKENS = 16384
 HANDOVER_RATES = (1.0, 4.0)
@@ -98,9 +100,17 @@ def _better(
     if told is None:
         return Target(what, limited, "", "not measured")
     one = told.ratio
-    interval = f" ({one.low:.2f} to {one.high:.2f})" if one.high > one.low else ""
+    few = comparison.shortage((ours, told.connector), cell, metric, share)
+    interval = f" ({one.low:.2f} to {one.high:.2f})" if one.high > one.low and few is None else ""
     figure = f"{one.figure:.2f} x {CONNECTORS[told.connector].label}{interval}"
-    return Target(what, limited, figure, "met" if one.figure <= limit else "missed")
+    return _judged(Target(what, limited, figure, "met" if one.figure <= limit else "missed"), few)
+
+
+def _judged(target: Target, few: str | None) -> Target:
+    """The target without a verdict where there are too `few` requests or repeats for one."""
+    if few is None:
+        return target
+    return replace(target, figure=f"{target.figure}; {few}", verdict="not judged")
 
 
 def _handover_bound(comparison: Comparison, ours: str, chunk_tokens: int) -> Target:
@@ -118,25 +128,32 @@ def _handover_bound(comparison: Comparison, ours: str, chunk_tokens: int) -> Tar
     write = moving * min(chunk_tokens / cell.input_tokens, 1.0)
     bound = write + HANDOVER_STEPS_MAX * steps.modelled + HANDOVER_SECONDS_MAX
     figure = f"{one.figure * 1000:.1f} of {bound * 1000:.1f} ms, {write * 1000:.1f} of them for the write"
-    return Target(what, limit, figure, "met" if one.figure <= bound else "missed")
+    few = comparison.shortage((ours,), cell, HANDOVER, 0.5)
+    return _judged(Target(what, limit, figure, "met" if one.figure <= bound else "missed"), few)
 
 
 def _nowhere_worse(comparison: Comparison, ours: str, rivals: Iterable[str], what: str, whom: str) -> Target:
     limit = f"not worse than {whom} beyond the interval"
-    worse, compared = [], 0
+    worse, compared, few = [], 0, []
     for cell in comparison.cells:
         stock = (*comparison.stock(cell), *comparison.stock(cell, synchronous=True))
         for theirs in filter(frozenset(rivals).__contains__, stock):
             for metric in ("ttft", "tpot"):
                 one = comparison.against(ours, theirs, cell, metric, 0.5)
-                compared += one is not None
-                if one is not None and one.low > 1:
+                if one is None:
+                    continue
+                short = comparison.shortage((ours, theirs), cell, metric, 0.5)
+                few += [] if short is None else [short]
+                compared += short is None
+                if short is None and one.low > 1:
                     label = CONNECTORS[theirs].label
                     worse.append(f"{metric.upper()} at {cell.name} {one.figure:.3f} x {label}")
-    if not compared:
+    if not compared and not few:
         return Target(what, limit, "", "not measured")
     figure = "; ".join(worse) if worse else f"none of {compared} comparisons"
-    return Target(what, limit, figure, "missed" if worse else "met")
+    if few:
+        figure += f"; {len(few)} not judged, such as with {few[0]}"
+    return Target(what, limit, figure, "missed" if worse else "met" if compared else "not judged")
 
 
 def _like_the_baseline(comparison: Comparison, ours: str) -> Target:
@@ -144,8 +161,9 @@ def _like_the_baseline(comparison: Comparison, ours: str) -> Target:
     one = comparison.against(ours, BASELINE, BUSY, "tpot", 0.5)
     if one is None:
         return Target(what, limit, "", "not measured")
-    figure = f"{one.figure:.3f} x ({one.low:.3f} to {one.high:.3f})"
-    return Target(what, limit, figure, "met" if one.figure <= TPOT_RATIO_MAX else "missed")
+    few = comparison.shortage((ours, BASELINE), BUSY, "tpot", 0.5)
+    figure = f"{one.figure:.3f} x" + (f" ({one.low:.3f} to {one.high:.3f})" if few is None else "")
+    return _judged(Target(what, limit, figure, "met" if one.figure <= TPOT_RATIO_MAX else "missed"), few)
 
 
 def _hooks(comparison: Comparison, ours: str, side: str) -> Target:
@@ -163,7 +181,8 @@ def _hooks(comparison: Comparison, ours: str, side: str) -> Target:
     ]
     figure = f"{busy * 1000:.2f} ms; with the idle calls of an answer's steps {every * 1000:.2f} ms"
     figure += f" ({', '.join(stock)})" if stock else ""
-    return Target(what, limit, figure, "met" if busy <= HOOK_SECONDS_MAX else "missed")
+    few = comparison.shortage((ours,), cell, "e2el", 0.5)
+    return _judged(Target(what, limit, figure, "met" if busy <= HOOK_SECONDS_MAX else "missed"), few)
 
 
 def _like_push(comparison: Comparison, sides: Sequence[str], where: str) -> Target:
@@ -178,7 +197,9 @@ def _like_push(comparison: Comparison, sides: Sequence[str], where: str) -> Targ
         return Target(what, limit, "", "not measured")
     ours, theirs = sum(filter(None, pulled)), sum(filter(None, pushed))
     figure = f"{ours * 1000:.2f} and {theirs * 1000:.2f} ms"
-    return Target(what, limit, figure, "met" if ours <= PULL_HOOKS_RATIO_MAX * theirs else "missed")
+    verdict: Verdict = "met" if ours <= PULL_HOOKS_RATIO_MAX * theirs else "missed"
+    few = comparison.shortage((PULL, PUSH), cell, "e2el", 0.5)
+    return _judged(Target(what, limit, figure, verdict), few)
 
 
 def _idle(comparison: Comparison, ours: str, side: str) -> Target:
@@ -194,7 +215,9 @@ def _idle(comparison: Comparison, ours: str, side: str) -> Target:
     ]
     figure = f"{share:.1%} of a core, the whole engine {whole:.1%}"
     figure += f" ({', '.join(stock)})" if stock else ""
-    return Target(what, limit, figure, "met" if share < IDLE_SHARE_MAX else "missed")
+    started = sum(one.connector == ours for one in comparison.sessions)
+    verdict: Verdict = "met" if share < IDLE_SHARE_MAX else "missed"
+    return _judged(Target(what, limit, figure, verdict), too_few_repeats(started))
 
 
 def _right(comparison: Comparison) -> Target:

@@ -111,7 +111,10 @@ def _hooks(namespace: argparse.Namespace) -> int:
         ("per hook, all calls", report.hooks),
         ("per hook, in an idle step", report.idle_hooks),
         ("per step and request", report.figures),
+        ("besides, per turn, KV both ways", report.turns),
     ):
+        if not figures:
+            continue
         print("\n".join(_table(title, figures)), end="\n\n")
     if report.repeats < options.repeats:
         print(f"time was short: {report.repeats} of {options.repeats} repeats")
@@ -122,7 +125,7 @@ def _hooks(namespace: argparse.Namespace) -> int:
 
 
 def _table(title: str, figures: Sequence[Figure]) -> list[str]:
-    width = max(len(figure.name) for figure in figures)
+    width = max(len(title) + 4, *(len(figure.name) for figure in figures))
     head = f"{'side':<9}{title + ', us':<{width}}{'median':>9}{'p95':>9}{'cpu':>9}{'cpu p95':>9}{'times':>8}"
     return [head] + [
         f"{one.side:<9}{one.name:<{width}}{one.median:>9.1f}{one.p95:>9.1f}"

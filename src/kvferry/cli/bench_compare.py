@@ -230,6 +230,8 @@ def _conclude(written: Written, directory: Path, missing: Sequence[str]) -> int:
     for target in written.targets:
         measured = f": {target.figure}" if target.figure else ""
         print(f"{target.verdict:<13}{target.what:<{width}}  {target.limit}{measured}")
+    for remark in written.remarks:
+        print(f"NOTE: {remark}")
     for problem in written.problems:
         print(f"WRONG: {problem}")
     for reason in missing:

@@ -4,6 +4,7 @@ Two processes with the agents, protocol and layout code of two engines, over NIX
 Each hand-over is timed from the moment when the KV is marked ready to the one when the consumer's host has
 learnt that it is there, and compared with one post of the same blocks by raw NIXL, measured in turn with it.
 Every page that arrives is looked at: the command fails when one is wrong, never because something took long.
+The tables fit into 100 columns; --csv has every column, --output every sample besides.
 
   kvferry bench handover --quick
   kvferry bench handover --blocks 1024 --fragmentation scattered --concurrency 1,4 --output handover.json
@@ -12,7 +13,9 @@ Every page that arrives is looked at: the command fails when one is wrong, never
 from __future__ import annotations
 
 import argparse
+import csv
 import importlib.metadata
+import io
 import json
 import os
 import platform
@@ -57,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--output", type=Path, metavar="FILE", help="write all figures and samples there, as JSON")
+    add("--csv", type=Path, metavar="FILE", help="write every column of the table there")
     add("--quick", action="store_true", help="fewer cells and repeats, about half a minute")
     add("--blocks", metavar="N,...", help=f"blocks per transfer (default: {_FULL['blocks']})")
     add("--pages", metavar="BYTES,...", help=f"per block and layer (default: {_FULL['pages']})")
@@ -97,8 +101,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(namespace: argparse.Namespace) -> int:
     """Measure and show; 1 when a page was wrong or a transfer failed."""
     options = read_options(namespace)
-    if namespace.output is not None and not namespace.output.parent.is_dir():
-        raise UsageError(f"--output: there is no directory {namespace.output.parent}; make it first")
+    for option, file in (("--output", namespace.output), ("--csv", namespace.csv)):
+        if file is not None and not file.parent.is_dir():
+            raise UsageError(f"{option}: there is no directory {file.parent}; make it first")
     from kvferry.microbench.figures import figures_of  # noqa: PLC0415 - needs numpy
     from kvferry.microbench.handover import hand_overs, measure  # noqa: PLC0415 - needs NIXL
 
@@ -109,6 +114,8 @@ def run(namespace: argparse.Namespace) -> int:
     figures = figures_of(measured)
     if namespace.output is not None:
         namespace.output.write_text(json.dumps(as_json(options, measured, figures), indent=1) + "\n")
+    if namespace.csv is not None:
+        namespace.csv.write_text(as_csv(figures), encoding="utf-8")
     print("\n".join(lines(options, figures)))
     return 1 if figures.problems else 0
 
@@ -192,20 +199,25 @@ def versions() -> dict[str, str]:
     return {"kvferry": kvferry.__version__} | {name: importlib.metadata.version(name) for name in _VERSIONS}
 
 
-_COLUMNS = (
-    f"{'layout':<7}{'page':>6} {'blocks are':<11}{'blocks':>7}{'at once':>8}{'MiB':>7}{'ms':>9}{'raw ms':>9}"
-    f"{'ratio':>7}{'quarters':>13}{'GiB/s':>7}{'of copy':>8}{'CPU ms/GiB P':>14}{'D':>6}{'raw':>6}"
-    f"{'ms/transfer':>12}{'host us P':>10}{'D':>6}{'descriptors':>13}{'raw':>8}"
+# Tables fit into 100 columns of a terminal; what does not is in the files.
+_HEAD = (
+    f"{'CPU ms per GiB':>100}",
+    f"{'layout':<6}{'page':>6} {'blocks are':<11}{'blocks':>6}{'at once':>8}{'ms':>9}{'raw ms':>9}"
+    f"{'ratio':>7}{'quarters':>12}{'GiB/s':>7}{'P':>6}{'D':>6}{'raw':>6}",
+)
+_STEP_HEAD = (
+    f"{'steps of the loop':<18}{'waiting':>8}{'steps':>8}{'ms':>8}{'p99':>8}{'longest':>9}"
+    f"{'CPU ms':>8}{'longest':>9}{'of a core':>11}"
 )
 
 
 def lines(options: Options, figures: Figures) -> list[str]:
     """Tables, targets, what was wrong, and the last line."""
-    found = [_COLUMNS, *map(_row, figures.cells), ""]
+    found = [*_HEAD, *map(_row, figures.cells), ""]
     found.append(f"copy in memory by one thread: {figures.copy_gib_per_second:.1f} GiB/s")
     if figures.repeats < options.repeats:
         found.append(f"time was short: {figures.repeats} of {options.repeats} repeats")
-    found += [_step_row(one) for one in figures.steps]
+    found += ["", _STEP_HEAD, *map(_step_row, figures.steps), ""] if figures.steps else []
     verdicts = {True: "met", False: "missed", None: "-"}
     found += [f"{verdicts[one.met]:<8}{one.name}, {one.wanted}: {one.figure}" for one in figures.targets]
     found += [f"WRONG: {problem}" for problem in figures.problems]
@@ -225,19 +237,57 @@ def _row(one: CellFigures) -> str:
     cell = one.cell
     quarters = f"{one.ratio.low:.2f}-{one.ratio.high:.2f}"
     return (
-        f"{cell.shape.order:<7}{cell.shape.page_bytes:>6} {cell.fragmentation:<11}{cell.blocks:>7}"
-        f"{cell.concurrency:>8}{cell.bytes / 2**20:>7.0f}{one.ferry_seconds.median * 1e3:>9.2f}"
-        f"{one.raw_seconds.median * 1e3:>9.2f}{one.ratio.median:>7.2f}{quarters:>13}"
-        f"{one.gib_per_second:>7.2f}{one.copy_share:>8.0%}{one.producer_cpu_per_gib * 1e3:>14.0f}"
+        f"{cell.shape.order:<6}{cell.shape.page_bytes:>6} {cell.fragmentation:<11}{cell.blocks:>6}"
+        f"{cell.concurrency:>8}{one.ferry_seconds.median * 1e3:>9.2f}"
+        f"{one.raw_seconds.median * 1e3:>9.2f}{one.ratio.median:>7.2f}{quarters:>12}"
+        f"{one.gib_per_second:>7.2f}{one.producer_cpu_per_gib * 1e3:>6.0f}"
         f"{one.consumer_cpu_per_gib * 1e3:>6.0f}{one.raw_cpu_per_gib * 1e3:>6.0f}"
-        f"{one.cpu_per_transfer * 1e3:>12.2f}{one.producer_host_per_transfer * 1e6:>10.0f}"
-        f"{one.consumer_host_per_transfer * 1e6:>6.0f}{one.ferry_descriptors:>13}{one.raw_descriptors:>8}"
     )
 
 
 def _step_row(one: StepFigures) -> str:
     return (
-        f"{one.transfers} transfers waiting, {one.side}: {one.steps} steps of {one.median * 1e3:.3f} ms, "
-        f"p99 {one.p99 * 1e3:.3f}, longest {one.longest * 1e3:.2f}; CPU {one.cpu_median * 1e3:.3f} ms, "
-        f"longest {one.cpu_longest * 1e3:.2f}; {one.share_of_core:.1%} of a core"
+        f"{one.side:<18}{one.transfers:>8}{one.steps:>8}{one.median * 1e3:>8.3f}{one.p99 * 1e3:>8.3f}"
+        f"{one.longest * 1e3:>9.2f}{one.cpu_median * 1e3:>8.3f}{one.cpu_longest * 1e3:>9.2f}"
+        f"{one.share_of_core:>11.1%}"
     )
+
+
+def as_csv(figures: Figures) -> str:
+    """Every column of every cell; times in milliseconds, those of the hosts in microseconds."""
+    rows = [_full_row(one) for one in figures.cells]
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return buffer.getvalue()
+
+
+def _full_row(one: CellFigures) -> dict[str, Any]:
+    cell = one.cell
+    return {
+        "layout": cell.shape.order,
+        "page_bytes": cell.shape.page_bytes,
+        "layers": cell.shape.layers,
+        "fragmentation": cell.fragmentation,
+        "blocks": cell.blocks,
+        "concurrency": cell.concurrency,
+        "bytes": cell.bytes,
+        "ms": round(one.ferry_seconds.median * 1e3, 4),
+        "raw_ms": round(one.raw_seconds.median * 1e3, 4),
+        "transfer_ms": round(one.transfer_seconds * 1e3, 4),
+        "ratio": round(one.ratio.median, 4),
+        "ratio_low": round(one.ratio.low, 4),
+        "ratio_high": round(one.ratio.high, 4),
+        "gib_per_second": round(one.gib_per_second, 4),
+        "raw_gib_per_second": round(one.raw_gib_per_second, 4),
+        "share_of_copy": round(one.copy_share, 4),
+        "producer_cpu_ms_per_gib": round(one.producer_cpu_per_gib * 1e3, 3),
+        "consumer_cpu_ms_per_gib": round(one.consumer_cpu_per_gib * 1e3, 3),
+        "raw_cpu_ms_per_gib": round(one.raw_cpu_per_gib * 1e3, 3),
+        "cpu_ms_per_transfer": round(one.cpu_per_transfer * 1e3, 4),
+        "producer_host_us_per_transfer": round(one.producer_host_per_transfer * 1e6, 2),
+        "consumer_host_us_per_transfer": round(one.consumer_host_per_transfer * 1e6, 2),
+        "descriptors": one.ferry_descriptors,
+        "raw_descriptors": one.raw_descriptors,
+    }

@@ -6,7 +6,28 @@ virtual time, which moves only when nobody has anything to do: the machine's spe
 a run of minutes takes seconds. Each mode meets the same requests at the same moments.
 
 The command fails when in a case auto's 95th percentile of the time to the first token is more than 1.05 times
-that of the better of push and pull.
+that of the better of push and pull, under either policy, or when a request failed.
+
+cases, each named POOL, PROMPTS:
+  skewed      one decode engine's steps take three times as long, another serves 25 requests/s of others, too
+  bursts      as skewed, but those others come 50 a second for five seconds out of ten
+  full        decode engines have room for 6 requests, not 64; one is slow, one serves 1 request/s of others
+  alike       the decode engines are equal
+  short       prompts of 100 to 500 tokens, 50 requests/s
+  long        of 4,000 to 16,000 tokens, 3 requests/s
+  mixed       of 100 to 16,000 tokens, 3.8 requests/s
+  medium      of 1,500 to 7,500 tokens, 7.2 requests/s
+
+columns, each a way to run the router:
+  push, pull  that mode for every request, with the policy least_wait
+  least_load  the same modes with that policy
+  auto        the router decides for each request, with least_wait
+  pulled      how many of auto's requests were pulled
+  auto/better auto's 95th percentile over that of the best of the four fixed ways
+
+policies, which choose the decode engine:
+  least_wait  the one that is expected to add least to the first token, by what it has added lately
+  least_load  the one with the fewest of this router's requests; it knows nothing of what others send there
 
   kvferry bench pool
   kvferry bench pool --seeds 20 --from 100 --cases 'full, medium'
@@ -44,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seeds", type=int, default=3, metavar="N", help="runs per case and mode (default: %(default)s)")
     add("--from", type=int, default=0, dest="first", metavar="S", help="the first seed (default: 0)")
     add("--requests", type=int, metavar="N", help="per run (default: a case's own, 400 to 1500)")
-    add("--cases", nargs="+", metavar="NAME", help="only these (default: all)")
+    add("--cases", nargs="+", metavar="NAME", help="only these, such as 'skewed, long' (default: all)")
     add("--json", type=Path, metavar="FILE", help="write all figures there too")
 
 

@@ -1,4 +1,12 @@
-"""`kvferry bench serve`: one load against one OpenAI-compatible endpoint."""
+"""`kvferry bench serve`: one load against one OpenAI-compatible endpoint.
+
+Metrics, in milliseconds over the requests that were answered in full:
+  ttft  from the moment at which a request was due to its first token
+  tpot  (e2el - ttft) / (tokens - 1), with the tokens that the server counts in `usage`; a request of one
+        token has none, and meets a --goodput tpot
+  itl   between two chunks of a stream, which may hold several tokens; many samples per request
+  e2el  from the moment at which a request was due to the end of its answer's stream
+"""
 
 from __future__ import annotations
 
@@ -21,6 +29,7 @@ SUMMARY = "load one OpenAI-compatible endpoint and report TTFT, TPOT and goodput
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The endpoint, the load, and what to report."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--base-url", required=True, metavar="URL", help="where the server answers, such as http://HOST:8000")
     add("--model", required=True, help="the model's name there")
@@ -38,12 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="B",
         help="1 is a Poisson process, less comes in bursts, more is more even (default: %(default)s)",
     )
-    add(
-        "--max-concurrency",
-        type=int,
-        metavar="N",
-        help="requests in flight; the others wait",
-    )
+    add("--max-concurrency", type=int, metavar="N", help="requests in flight; the others wait")
     add("--num-prompts", type=int, default=100, metavar="N", help="requests (default: %(default)s)")
     add("--random-input-len", type=int, default=1024, metavar="N", help="tokens (default: %(default)s)")
     add("--random-output-len", type=int, default=128, metavar="N", help="tokens (default: %(default)s)")
@@ -157,12 +161,14 @@ def lines(load: Load, told: dict[str, Any]) -> list[str]:
     found = _failures(load)
     if figures:
         columns = ("mean", "p50", "p90", "p95", "p99")
-        found.append(f"{'ms':<8}" + "".join(f"{column:>11}" for column in columns))
+        found.append(f"{'ms':<8}" + "".join(f"{column:>11}" for column in columns) + f"{'samples':>9}")
         found += [
-            f"{name:<8}" + "".join(f"{one[column]:>11.2f}" for column in columns)
+            f"{name:<8}"
+            + "".join(f"{one[column]:>11.2f}" for column in columns)
+            + f"{told['samples'][name]:>9}"
             for name, one in figures.items()
         ]
-        found.append("")
+        found += [*_without_tpot(load, told), ""]
     good = totals["goodput_per_second"]
     parts = [
         f"{totals['requests'] - totals['failed']} of {totals['requests']} requests answered in "
@@ -173,6 +179,20 @@ def lines(load: Load, told: dict[str, Any]) -> list[str]:
         *([f"TTFT p50 {figures['ttft']['p50']:.1f} ms"] if "ttft" in figures else []),
     ]
     return [*found, "; ".join(parts)]
+
+
+def _without_tpot(load: Load, told: dict[str, Any]) -> list[str]:
+    """Why answered requests are not in `tpot`, where that was asked for."""
+    if "tpot" not in told["metrics"]:
+        return []
+    answered = [record for record in load.records if record.succeeded]
+    uncounted = sum(record.completion_tokens == 0 for record in answered)
+    single = sum(record.completion_tokens == 1 for record in answered)
+    reasons = {
+        f"{single} requests had one token, and none after it": single,
+        f"of {uncounted} the server did not count the tokens (no `usage` in the stream)": uncounted,
+    }
+    return [f"not in tpot: {reason}" for reason, count in reasons.items() if count]
 
 
 def _failures(load: Load) -> list[str]:

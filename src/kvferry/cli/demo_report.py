@@ -96,7 +96,8 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
         "yes" if outcome.equal else "NO",
         _mebibytes(outcome.moved_bytes),
         "agrees" if outcome.moved_bytes == outcome.expected_bytes else _mebibytes(outcome.expected_bytes),
-        _share(outcome.early_bytes, outcome.moved_bytes),
+        # A pull begins when prefill has ended: it has no early part, not one of 0 %.
+        _share(outcome.early_bytes, outcome.moved_bytes) if outcome.mode == "push" else "-",
         str(outcome.computed_tokens),
         _milliseconds(outcome.first_token_seconds),
         _milliseconds(outcome.reference_first_token_seconds),

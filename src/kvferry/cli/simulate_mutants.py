@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 import time
 from collections.abc import Sequence
@@ -45,7 +46,7 @@ def try_all(namespace: argparse.Namespace, options: Options, *, jobs: int) -> in
 
     checkout = chosen_checkout()
     mutants = {one.name: one for one in mutation.chosen(mutation.load(checkout), namespace.mutants)}
-    trials = _trials(namespace, options, checkout, list(mutants))
+    trials = _trials(namespace, options, checkout, list(mutants.values()))
     verdicts: list[Verdict] = []
     started, progress, interrupted = time.monotonic(), report.Progress(len(trials), "mutant"), False
     try:
@@ -53,7 +54,8 @@ def try_all(namespace: argparse.Namespace, options: Options, *, jobs: int) -> in
             for verdict in done:
                 verdicts.append(verdict)
                 mutant, first = mutants[verdict.mutant], namespace.first or 0
-                report.say(report.mutant_lines(mutant, verdict, options, first=first), progress)
+                tried = _options_of(mutant, options)
+                report.say(report.mutant_lines(mutant, verdict, tried, first=first), progress)
                 progress.update(len(verdicts), f"{sum(one.survived for one in verdicts)} survived")
     except KeyboardInterrupt:
         interrupted = True
@@ -61,13 +63,23 @@ def try_all(namespace: argparse.Namespace, options: Options, *, jobs: int) -> in
     return _end(mutants, verdicts, interrupted, time.monotonic() - started)
 
 
-def _trials(namespace: argparse.Namespace, options: Options, checkout: Path, names: list[str]) -> list[Trial]:
+def _options_of(mutant: Mutant, options: Options) -> Options:
+    """The options that were asked for, in the world that can show the mutant."""
+    return dataclasses.replace(options, world=mutant.world) if mutant.world else options
+
+
+def _trials(
+    namespace: argparse.Namespace, options: Options, checkout: Path, mutants: list[Mutant]
+) -> list[Trial]:
     from kvferry.simulator.run import simulate  # noqa: PLC0415 - as above
     from kvferry.simulator.trials.mutation import Trial  # noqa: PLC0415 - as above
 
     first, count = namespace.first or 0, namespace.seeds or SEEDS
     enough = None if namespace.mutant_seeds_all else 1
-    return [Trial(checkout, name, first, count, options, simulate, enough) for name in names]
+    return [
+        Trial(checkout, one.name, first, count, _options_of(one, options), simulate, enough)
+        for one in mutants
+    ]
 
 
 def _end(mutants: dict[str, Mutant], verdicts: list[Verdict], interrupted: bool, seconds: float) -> int:

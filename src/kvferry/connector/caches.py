@@ -176,7 +176,13 @@ def _described(
     parts = _groups(model, table.order, layers, *place)
     kind = _kind(model, table)
     return [
-        msgspec.structs.replace(part, kind=kind, window_tokens=table.window_tokens) for part in parts
+        msgspec.structs.replace(
+            part,
+            kind=kind,
+            window_tokens=table.window_tokens,
+            engine_block_tokens=table.block_tokens if ratio > 1 else 0,
+        )
+        for part in parts
     ], ratio
 
 

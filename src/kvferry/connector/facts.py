@@ -128,18 +128,29 @@ def _refuse_unsupported(vllm_config: Any) -> None:
         if getattr(parallel, field, 1) > 1:
             flag = "--" + field.replace("_", "-")
             raise UsageError(f"{flag} is {getattr(parallel, field)}; FerryConnector works with 1")
-    device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
-    if device == "cpu" and getattr(vllm_config.model_config, "use_mla", False):
-        # vLLM turns its own prefix cache and chunked prefill off there. Its answers over a prompt of which a
-        # part is in the cache differ from those over one that it computes at once, in one engine alone, too.
+    if _rotates_latents_wrongly(vllm_config):
         raise UsageError(
-            "vLLM's MLA on the CPU does not answer over KV that is already there as over a prompt that it "
-            "has computed; FerryConnector carries MLA on accelerators only"
+            "vLLM's rotary embedding kernel for the CPU is wrong for MLA: a token's KV depends on how many "
+            "were computed with it, and one engine alone contradicts itself. Give every engine "
+            '--compilation-config \'{"custom_ops": ["-rotary_embedding"]}\'; vLLM then computes it otherwise'
         )
     if not getattr(vllm_config.model_config, "disable_cascade_attn", True):
         # Cascade attention takes a block's reference count for the number of requests that share it, and
         # FerryConnector holds references of its own.
         raise UsageError("cascade attention is enabled; FerryConnector needs --disable-cascade-attn")
+
+
+def _rotates_latents_wrongly(vllm_config: Any) -> bool:
+    """Whether keys and queries of MLA go through the kernel that takes one head for one token (to vLLM 0.32).
+
+    It is not used where the operation is off by name, or all of them are, as vLLM has it when it compiles.
+    """
+    device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
+    if device != "cpu" or not getattr(vllm_config.model_config, "use_mla", False):
+        return False
+    chosen = vllm_config.compilation_config.custom_ops
+    off = "none" in chosen and "+rotary_embedding" not in chosen
+    return not off and "-rotary_embedding" not in chosen
 
 
 def _ranks_end_with_engine(parallel: Any) -> bool:

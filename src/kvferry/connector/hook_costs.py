@@ -9,6 +9,8 @@ engine's main thread computes and the caches forget: there, the same hooks cost 
 Every repeat has a request that is pulled, too: its prefill ends before it reaches the decode engine, whose
 agent reads the KV. It may cost `RATIO_MAX` times as much as a pushed one on either side.
 
+What engines with KV both ways pay per turn besides is measured alone, see `turn_costs`; it has no limit.
+
 Limits are on medians of elapsed time. Requests that live and finish together may cost `RATIO_MAX` times as
 much each as one alone; the excess over 1 is for what two medians on a shared machine differ by. A request of
 `SIZED_BLOCKS` blocks or fewer may cost `SIZED_MICROSECONDS_MAX`, a larger one in proportion.
@@ -24,7 +26,7 @@ import secrets
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvferry.connector.hook_engine import (
@@ -37,6 +39,7 @@ from kvferry.connector.hook_engine import (
     engine_pair,
 )
 from kvferry.connector.launch import make_agent
+from kvferry.connector.turn_costs import turn_costs
 from kvferry.errors import KvferryError
 
 STEP_MICROSECONDS_MAX = 200.0
@@ -108,6 +111,8 @@ class Report:
     problems: tuple[str, ...]
     repeats: int
     """Fewer than were asked for where time was short."""
+    turns: tuple[Figure, ...] = ()
+    """What a turn of a conversation costs besides, where KV flows both ways."""
 
 
 @dataclass(slots=True)
@@ -192,9 +197,10 @@ def measure(
         gc.freeze()
         try:
             repeats = bench.run(options.repeats, MEASURE_SECONDS_MAX, progress)
+            turns = turn_costs(options.sizes, repeats)
         finally:
             gc.unfreeze()
-    return _report(options, sides, repeats)
+    return replace(_report(options, sides, repeats), turns=_by_hook_and_side(turns))
 
 
 class _Bench:
@@ -377,6 +383,10 @@ def _report(options: Options, sides: Sequence[_Side], repeats: int) -> Report:
 
 def _by_hook(sides: Mapping[str, Mapping[str, Sequence[Cost]]]) -> tuple[Figure, ...]:
     return tuple(_figure(side, name, costs) for side, hooks in sides.items() for name, costs in hooks.items())
+
+
+def _by_hook_and_side(costs: Mapping[tuple[str, str], Sequence[Cost]]) -> tuple[Figure, ...]:
+    return tuple(_figure(side, name, measured) for (side, name), measured in costs.items())
 
 
 def _natural(name: str) -> str:

@@ -75,6 +75,7 @@ class WorkerStart:
             agent,
             rank=facts.index(rank),
             block_tokens=facts.block_tokens,
+            group_tokens=tuple(table.block_tokens for table in facts.tables),
             ratios=caches.ratios,
             keeps_good_prefixes=facts.keeps_good_prefixes,
             drain_seconds=settings.drain_seconds,

@@ -24,7 +24,7 @@ from kvferry.host.reports import NOTHING, Reported
 from kvferry.host.worker_consumer import WorkerConsumer
 from kvferry.host.worker_producer import WorkerProducer
 from kvferry.ids import BlockId, TransferId, redacted
-from kvferry.layout.spans import from_spans, scaled_spans
+from kvferry.layout.spans import count, cut, from_spans, scaled_spans
 from kvferry.protocol import reasons
 from kvferry.protocol.commands import (
     Abandon,
@@ -89,6 +89,7 @@ class FerryWorker:
         *,
         rank: RankIndex,
         block_tokens: int,
+        group_tokens: tuple[int, ...] = (),
         ratios: tuple[int, ...] = (1,),
         keeps_good_prefixes: bool = True,
         drain_seconds: float = 1.0,
@@ -97,7 +98,8 @@ class FerryWorker:
         moved: Callable[[], tuple[int, int]] = lambda: _NOT_MOVED,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`ratios`: blocks of the cache description per block of the engine, by cache group.
+        """`ratios`: blocks of the cache description per block of the engine, by cache group; `group_tokens`:
+        tokens per block of the engine, where not all are those of the first group.
 
         `keeps_good_prefixes`: see `EngineFacts`; where it does not, `can_start_over` must be true.
         `record` is None where the forward pass has ended when its hooks run; elsewhere it marks its end.
@@ -107,6 +109,7 @@ class FerryWorker:
         self._agent = agent
         self._rank = rank
         self._ratios = ratios
+        self._group_tokens = group_tokens or (block_tokens,) * len(ratios)
         self._scales = any(ratio != 1 for ratio in ratios)
         self._drain_seconds = drain_seconds
         self._clock = clock
@@ -262,7 +265,7 @@ class FerryWorker:
         self._opened.add(RequestId(command.consumer))
         target = command
         if self._scales:
-            target = msgspec.structs.replace(command, groups=self._kernel_groups(command.groups))
+            target = msgspec.structs.replace(command, groups=self._kernel_target(command))
         if not self._agent.submit(target):
             # Its announcement may have been taken; nobody shall wait for what it announced.
             self._agent.submit(
@@ -304,6 +307,16 @@ class FerryWorker:
 
     def _kernel_groups(self, groups: Groups) -> Groups:
         return tuple(scaled_spans(*pair) for pair in zip(groups, self._ratios, strict=True))
+
+    def _kernel_target(self, receive: Receive) -> Groups:
+        """The blocks of a destination; what of the engine's last block lies behind its last token is none."""
+        groups = []
+        for spans, ratio, tokens in zip(
+            self._kernel_groups(receive.groups), self._ratios, self._group_tokens, strict=True
+        ):
+            behind = -(-receive.stop // tokens) * ratio - -(-receive.stop * ratio // tokens)
+            groups.append(cut(spans, 0, max(count(spans) - behind, 0)))
+        return tuple(groups)
 
     def _in_kernel_blocks(self, advance: Advance) -> Advance:
         if not self._scales:

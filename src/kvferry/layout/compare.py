@@ -58,8 +58,11 @@ _GROUP_RULES: tuple[_Rule[GroupSpec], ...] = (
 )
 
 
-def compare(ours: CacheSpec, theirs: CacheSpec) -> list[GeometryError]:
-    """Every field that keeps the two caches from being joined; empty when a plan can be made."""
+def compare(ours: CacheSpec, theirs: CacheSpec, *, we_send: bool | None = None) -> list[GeometryError]:
+    """Every field that keeps the two caches from being joined; empty when a plan can be made.
+
+    `we_send`: whether KV goes from ours to theirs; None looks only at what holds both ways.
+    """
     errors = [*_unknown_stages(ours, theirs), *_differences("", _CACHE_RULES, ours, theirs)]
     pairs = zip(ours.tables, theirs.tables, strict=False)
     for index, (our_groups, their_groups) in enumerate(pairs):
@@ -67,6 +70,8 @@ def compare(ours: CacheSpec, theirs: CacheSpec) -> list[GeometryError]:
         errors += _immovable(f"{field}.kind", our_groups, their_groups)
         errors += _group_differences(f"{field}.", our_groups, their_groups)
         errors += _tiles(f"{field}.", our_groups, their_groups)
+        if we_send is not None:
+            errors += _windows(f"{field}.block_tokens", our_groups, their_groups, we_send=we_send)
         errors += _uneven_heads(f"{field}.heads", (ours, our_groups), (theirs, their_groups))
         errors += _layers(f"{field}.layers", our_groups, their_groups)
     errors += [
@@ -155,6 +160,20 @@ def _tiles(prefix: str, ours: Groups, theirs: Groups) -> Iterator[GeometryError]
             yield GeometryError(
                 f"{prefix}content_bytes", our_group.content_bytes, their_group.content_bytes, fix
             )
+
+
+def _windows(field: str, ours: Groups, theirs: Groups, *, we_send: bool) -> Iterator[GeometryError]:
+    """A window's first block comes whole, as the consumer's engine takes it for whole in its prefix cache.
+
+    Its producer has the window in blocks of its own, and nothing before the first of them.
+    """
+    mine, yours = ours[0].whole_tokens, theirs[0].whole_tokens
+    source, target = (mine, yours) if we_send else (yours, mine)
+    if ours[0].window_tokens and source % target:
+        fix = (
+            "for sliding windows start both engines with the same --block-size, or the decode engine with a "
+        )
+        yield GeometryError(field, mine, yours, f"{fix}divisor of the prefill engine's")
 
 
 def _block_size(group: GroupSpec) -> str:

@@ -170,7 +170,7 @@ def plan(source: CacheSpec, target: CacheSpec, turn: int = 0) -> CopyPlan:
     Raises:
         GeometryError: the first field that keeps them from being joined; `compare` lists all.
     """
-    for error in compare(source, target):
+    for error in compare(source, target, we_send=True):
         raise error
     barriers = Barriers(_barriers(source.regions), _barriers(target.regions))
     pair = source, target, turn

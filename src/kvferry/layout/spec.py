@@ -85,6 +85,8 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A layer's content per head and token, all planes together; 0 where one plane has all of it."""
     window_tokens: int = 0
     """Of sliding windows: the newest so many tokens are all that is needed. 0: every token is."""
+    engine_block_tokens: int = 0
+    """Tokens per block of the engine, where several blocks of this description make one; 0: each is one."""
     tile_tokens: int = 1
     """So many tokens of a head lie together in an order that only the attention kernel knows; 1: each token's
     content is in one piece. A tile is copied whole."""
@@ -104,6 +106,11 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     def whole_bytes(self) -> int:
         """A layer's content per head and token, all planes together."""
         return self.element_bytes or self.plane_bytes
+
+    @property
+    def whole_tokens(self) -> int:
+        """Tokens per block of the engine: what its prefix cache takes for one thing."""
+        return self.engine_block_tokens or self.block_tokens
 
     @property
     def layers(self) -> frozenset[str]:
@@ -158,6 +165,11 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     def block_tokens(self) -> tuple[int, ...]:
         """Tokens per block of each block table."""
         return tuple(groups[0].block_tokens for groups in self.tables)
+
+    @property
+    def whole_tokens(self) -> tuple[int, ...]:
+        """Tokens per block of the engine, of each block table."""
+        return tuple(groups[0].whole_tokens for groups in self.tables)
 
     @property
     def block_counts(self) -> tuple[int, ...]:
@@ -274,6 +286,12 @@ def _check_group(field: str, group: GroupSpec) -> None:
         _whole(f"{field}.{axis}_stride", getattr(group, f"{axis}_stride"), 0, ADDRESS_MAX)
     _whole(f"{field}.element_bytes", group.element_bytes, 0, CONTENT_BYTES_MAX)
     _whole(f"{field}.window_tokens", group.window_tokens, 0, ADDRESS_MAX)
+    _whole(f"{field}.engine_block_tokens", group.engine_block_tokens, 0, BLOCK_TOKENS_MAX)
+    if group.engine_block_tokens % group.block_tokens:
+        raise _refuse(
+            f"{field}.engine_block_tokens",
+            f"must be a multiple of the {group.block_tokens} tokens of a block",
+        )
     _whole(f"{field}.tile_tokens", group.tile_tokens, 1, group.block_tokens)
     if group.block_tokens % group.tile_tokens:
         raise _refuse(f"{field}.tile_tokens", f"must divide the {group.block_tokens} tokens of a block")
@@ -329,7 +347,7 @@ def _check_table(field: str, groups: Sequence[GroupSpec]) -> None:
     """Groups of one block table have the same blocks, and together every layer as a whole."""
     parts: dict[str, list[tuple[int, int, int, int]]] = {}
     for group in groups:
-        for name in ("block_tokens", "block_count", "window_tokens"):
+        for name in ("block_tokens", "block_count", "window_tokens", "engine_block_tokens"):
             ours, first = getattr(group, name), getattr(groups[0], name)
             if ours != first:
                 raise _refuse(f"{field}: {name}", f"is {ours} in one of its groups and {first} in another")

@@ -50,7 +50,8 @@ CONSUMER_MESSAGES = frozenset(_MESSAGES)
 class ConsumerCore:
     """One rank's consumer side. `retry_bound_seconds` is the transport's: see `fences`.
 
-    `block_tokens[g]` is our own block size of cache group g in tokens, `windows[g]` its window, 0 for none.
+    `block_tokens[g]` is our own block size of cache group g in tokens, `windows[g]` its window, 0 for none,
+    and `whole_tokens[g]` our engine's block size, of which ours may be a part; none where they are the same.
     """
 
     def __init__(
@@ -59,8 +60,11 @@ class ConsumerCore:
         retry_bound_seconds: float,
         block_tokens: tuple[int, ...],
         windows: tuple[int, ...] = (),
+        whole_tokens: tuple[int, ...] = (),
     ) -> None:
-        self.state = ConsumerState(limits, retry_bound_seconds, block_tokens, windows)
+        self.state = ConsumerState(
+            limits, retry_bound_seconds, block_tokens, windows, whole_tokens or block_tokens
+        )
         self.reader = reads.Reader(self.state)
 
     # --- in ------------------------------------------------------------------------------------

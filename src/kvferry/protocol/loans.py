@@ -58,11 +58,12 @@ def offer(state: ProducerState, row: SourceRow, delivery: Delivery) -> bool:
 
 
 def _offered(state: ProducerState, row: SourceRow, delivery: Delivery) -> Groups:
-    """The blocks that the reader has asked for; of a window those that it needs."""
+    """The blocks that the reader has asked for; of a window those of our engine's that it needs a part of."""
     facts = state.lanes[delivery.peer].facts
     groups = []
     for index, (blocks, tokens) in enumerate(zip(row.blocks, state.block_tokens, strict=True)):
-        start = first_token(delivery.start, delivery.stop, facts.window_of(index), 1)
+        whole = state.whole_tokens[index]
+        start = first_token(delivery.start, delivery.stop, facts.window_of(index), whole)
         first, past = blocks_covering(min(start, delivery.stop), delivery.stop, tokens)
         groups.append(spanned(blocks[first:past]))
     return tuple(groups)

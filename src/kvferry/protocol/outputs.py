@@ -119,6 +119,13 @@ class PeerFacts(msgspec.Struct, frozen=True):
     joined_tokens: int = 0
     """The most tokens of a slice whose blocks follow each other on both sides, so that they take few
     descriptors; no more than `slice_tokens` where that saves none."""
+    whole_tokens: tuple[int, ...] = ()
+    """The peer engine's block size of each group, which may be several of its rank's; unstated: it is one.
+    Of a window the blocks that its engine takes for whole are to be whole."""
+
+    def whole_of(self, group: int) -> int:
+        """The peer engine's block size of a group in tokens."""
+        return (self.whole_tokens or self.block_tokens)[group]
 
     def window_of(self, group: int) -> int:
         """The window of a group in tokens; 0: there is none."""

@@ -62,10 +62,16 @@ def _check_ids(message: Any) -> None:
 
 
 class ProducerCore:
-    """One rank's producer side. `block_tokens[g]` is our own block size of cache group g in tokens."""
+    """One rank's producer side.
 
-    def __init__(self, limits: Limits, block_tokens: tuple[int, ...]) -> None:
-        self.state = ProducerState(limits, block_tokens)
+    `block_tokens[g]` is our own block size of cache group g in tokens, `whole_tokens[g]` that of our engine,
+    of which ours may be parts; none where they are the same.
+    """
+
+    def __init__(
+        self, limits: Limits, block_tokens: tuple[int, ...], whole_tokens: tuple[int, ...] = ()
+    ) -> None:
+        self.state = ProducerState(limits, block_tokens, whole_tokens or block_tokens)
 
     # --- in ------------------------------------------------------------------------------------
 

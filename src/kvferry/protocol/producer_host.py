@@ -71,9 +71,11 @@ def _lacking(state: ProducerState, row: SourceRow, delivery: Delivery) -> str:
     if row.tokens < delivery.stop:
         return f"asked for {delivery.stop} tokens, the prompt has {row.tokens}"
     lane = state.lanes.get(delivery.peer)
-    for index, tokens in enumerate(state.block_tokens):
-        window = 0 if lane is None else lane.facts.window_of(index)
-        needed = first_token(delivery.start, delivery.stop, window, 1)
+    if lane is None:
+        return ""
+    for index, tokens in enumerate(state.whole_tokens):
+        window = lane.facts.window_of(index)
+        needed = first_token(delivery.start, delivery.stop, window, lane.facts.whole_of(index))
         # Our engine gives blocks back as the window moves on, up to the last token.
         if window and needed < min((row.tokens - window) // tokens * tokens, delivery.stop):
             return f"asked for a window of {window} tokens up to {delivery.stop}, the prompt has {row.tokens}"

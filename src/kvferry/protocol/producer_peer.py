@@ -85,7 +85,7 @@ def register(state: ProducerState, peer: PeerName, message: Register, now: float
         delivery.start, delivery.stop = message.start, message.stop
         delivery.next_token = message.start
         state.hold_blocks(delivery, tuple(expanded(spans) for spans in message.groups))
-        delivery.starts = _starts(state.block_tokens, lane, message)
+        delivery.starts = _starts(lane, message)
         delivery.registration = digest(message)
         pump.stand_behind(state, delivery, now)
     row = state.rows[message.transfer]
@@ -418,12 +418,16 @@ def conflict(state: ProducerState, peer: PeerName, message: Register | Fetch) ->
     return "registered before, with other blocks" if known not in (None, digest(message)) else ""
 
 
-def _starts(ours: tuple[int, ...], lane: Lane, message: Register) -> tuple[int, ...]:
-    """The first token of each group to write: before a window its producer may have no blocks."""
+def _starts(lane: Lane, message: Register) -> tuple[int, ...]:
+    """The first token of each group to write: before a window its producer may have no blocks.
+
+    The first block of a window is written from its beginning: the engine takes all of it for received, and
+    its prefix cache will hand it to requests that look at more of it than this one.
+    """
     starts = []
     for index, (spans, tokens) in enumerate(zip(message.groups, lane.facts.block_tokens, strict=True)):
         needed = first_token(
-            message.start, message.stop, lane.facts.window_of(index), math.gcd(ours[index], tokens)
+            message.start, message.stop, lane.facts.window_of(index), lane.facts.whole_of(index)
         )
         count = sum(count for _, count in spans)
         starts.append(max(needed, listed_from(message.stop, count, tokens)))

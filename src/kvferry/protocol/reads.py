@@ -93,7 +93,7 @@ def _starts(
     stop, _ = row.asked_of(part)
     starts = []
     for index, (theirs, ours) in enumerate(zip(part.link.block_tokens, state.block_tokens, strict=True)):
-        start = first_token(row.start, stop, state.window_of(index), math.gcd(theirs, ours))
+        start = first_token(row.start, stop, state.window_of(index), state.whole_tokens[index])
         listed = [
             listed_from(stop, len(blocks[index]), tokens)
             for blocks, tokens in zip(sides, (theirs, ours), strict=True)
@@ -117,6 +117,9 @@ def _unfit(state: ConsumerState, row: Reception, part: Part, message: Offer, now
         due = blocks_due(count, row.start, stop, tokens, state.window_of(index))
         if count != due:
             return f"groups[{index}] does not have the {due} blocks of its tokens"
+        start = first_token(row.start, stop, state.window_of(index), state.whole_tokens[index])
+        if start < stop and (offered_from := listed_from(stop, count, tokens)) > start:
+            return f"groups[{index}] is offered from token {offered_from} on, and needed from {start} on"
     return ""
 
 

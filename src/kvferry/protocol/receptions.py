@@ -196,6 +196,8 @@ class ConsumerState:
     block_tokens: tuple[int, ...]
     windows: tuple[int, ...] = ()
     """Of each group in tokens, as in `PeerFacts`."""
+    whole_tokens: tuple[int, ...] = ()
+    """Our engine's block size of each group, which may be several of ours."""
     rows: dict[ReceptionKey, Reception] = field(default_factory=dict)
     sources: OrderedDict[Source, SourceLinks] = field(default_factory=OrderedDict)
     peers: dict[PeerName, Peer] = field(default_factory=dict)

@@ -55,11 +55,11 @@ def blocks_due(count: int, start: int, stop: int, block_tokens: int, window_toke
     return min(max(count, past - needed), past - first)
 
 
-def first_token(start: int, stop: int, window_tokens: int, cell_tokens: int) -> int:
-    """The first token of `[start, stop)` that a group needs, in cells that both sides can be cut in."""
+def first_token(start: int, stop: int, window_tokens: int, whole_tokens: int) -> int:
+    """The first token of `[start, stop)` that a group needs, in blocks of `whole_tokens` of an engine."""
     if not window_tokens:
         return start
-    return max(start, (stop + 1 - window_tokens) // cell_tokens * cell_tokens)
+    return max(start, (stop + 1 - window_tokens) // whole_tokens * whole_tokens)
 
 
 def listed_from(stop: int, count: int, block_tokens: int) -> int:

@@ -199,6 +199,8 @@ class ProducerState:
 
     limits: Limits
     block_tokens: tuple[int, ...]
+    whole_tokens: tuple[int, ...]
+    """Our engine's block size of each group, which may be several of ours."""
     rows: dict[TransferId, SourceRow] = field(default_factory=dict)
     closing: bool = False
     """Nothing is admitted any more; who asks is told so."""

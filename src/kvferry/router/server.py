@@ -180,9 +180,18 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 
 async def _serve(settings: RouterSettings, listening: Listening, arguments: argparse.Namespace) -> None:
-    stop = _Signals(signal.SIGTERM, signal.SIGINT)
-    again = _Signals(signal.SIGHUP)
-    async with RouterServer(settings, listening) as server:
+    with (
+        _Signals(signal.SIGTERM, signal.SIGINT) as stop,
+        _Signals(signal.SIGHUP) as again,
+    ):
+        await _serve_until(stop, again, RouterServer(settings, listening), arguments)
+
+
+async def _serve_until(
+    stop: _Signals, again: _Signals, router: RouterServer, arguments: argparse.Namespace
+) -> None:
+    settings = router.settings
+    async with router as server:
         gc.freeze()
         gc.set_threshold(_COLLECT_AFTER_OBJECTS, 20, 20)
         sys.stdout.write(f"kvferry router listens on {server.url}\n")
@@ -213,13 +222,25 @@ async def _reload(server: RouterServer, signals: _Signals, arguments: argparse.N
 
 
 class _Signals:
-    """Signals of a kind, one after the other."""
+    """Signals of a kind, one after the other, while it is entered.
+
+    They are given back at the end: a closed loop of uvloop keeps its handlers, and swallows all later ones.
+    """
 
     def __init__(self, *numbers: signal.Signals) -> None:
+        self._numbers = numbers
         self._received: asyncio.Queue[None] = asyncio.Queue()
+
+    def __enter__(self) -> Self:
         loop = asyncio.get_running_loop()
-        for number in numbers:
+        for number in self._numbers:
             loop.add_signal_handler(number, self._received.put_nowait, None)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        loop = asyncio.get_running_loop()
+        for number in self._numbers:
+            loop.remove_signal_handler(number)
 
     async def wait(self) -> None:
         await self._received.get()

@@ -107,6 +107,12 @@ def test_phases_are_means_that_add_up(comparison: Comparison) -> None:
     assert sum(phases.values()) == pytest.approx(sum(samples) / len(samples), abs=1e-4)
 
 
+def test_a_pull_reads_whatever_its_rows_call_it(comparison: Comparison) -> None:
+    """These rows say `write` under every connector, as those of older runs do."""
+    moved = {name: set(comparison.phases(name, LONG)) & {"read", "write"} for name in NAMES}
+    assert moved == {"ferry-push": {"write"}, "vllm-push": {"write"}, "vllm-pull": {"read"}}
+
+
 def test_a_phase_that_only_some_requests_have_counts_as_nothing_for_the_others() -> None:
     rows = [
         Phases(request="a", seconds={"prefill": 0.2, "wait": 0.1}),
@@ -139,6 +145,14 @@ def test_the_hidden_share_is_counted_in_bytes_and_only_ours_is(comparison: Compa
     counted = comparison.costs.counted("ferry-push", LONG, "prefill")
     assert counted["kvferry_transfer_bytes_total"] == pytest.approx(2e9)
     assert comparison.costs.counted("vllm-push", LONG, "prefill") == {}
+
+
+def test_the_connector_with_the_fewest_requests_decides_whether_a_cell_is_judged() -> None:
+    view = Comparison(imagined(World(failing="vllm-push"), options(cells=((1, 16384),), cell_seconds=6.0)))
+    assert view.shortage(("ferry-push", "vllm-pull"), LONG, "ttft", 0.5) is None
+    both = view.shortage(("ferry-push", "vllm-push"), LONG, HANDOVER, 0.5)
+    assert both == view.shortage(("vllm-push",), LONG, GAP, 0.5) == "10 requests, at least 12 are needed"
+    assert view.shortage(("ferry-push",), Cell(3, 100), "ttft", 0.5) == "0 requests, at least 12 are needed"
 
 
 def test_what_is_wrong_is_counted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -116,6 +117,20 @@ def test_what_engines_noted_and_cost_in_a_cell_is_kept_without_the_warm_up(tmp_p
     assert decode.steps.p50 == pytest.approx(0.001)
     assert decode.cpu_seconds == pytest.approx(0.1)
     assert decode.parts == pytest.approx({"main": 0.05, "kvferry": 0.02})
+
+
+def test_each_cell_has_what_the_machine_did_meanwhile(tmp_path: Path) -> None:
+    """The stub engines use 0.1 s each from one look to the next: before, at mark, for costs, after."""
+    results, _, _ = compared(tmp_path, StubLauncher(tmp_path / "engines"), ALONE)
+    for run in results.runs:
+        assert run.machine is not None
+        assert run.machine.engines == pytest.approx(0.6)
+        assert run.machine.cores == os.cpu_count()
+        assert run.load.seconds <= run.machine.seconds < 60
+        assert 0 < run.machine.load_generator <= run.machine.seconds * run.machine.cores
+    (session,) = results.sessions
+    assert session.machine is not None
+    assert session.machine.memory_bytes > 1 << 20
 
 
 def test_idle_engines_are_watched_before_the_first_cell(tmp_path: Path) -> None:

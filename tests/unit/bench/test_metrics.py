@@ -46,6 +46,10 @@ def test_a_metric_without_samples_has_no_summary() -> None:
     assert summaries(("ttft", "tpot"), [record(0, 0.1, 0.0, tokens=1)]).keys() == {"ttft"}
 
 
+def test_a_single_token_does_not_lower_the_time_per_token_of_the_others() -> None:
+    assert samples("tpot", [RECORDS[0], record(1, 0.3, 0.0, tokens=1)]) == pytest.approx([0.01])
+
+
 def test_totals_count_what_was_answered_in_full() -> None:
     told = totals(Load(started_ns=0, seconds=4.0, records=RECORDS), {})
     assert (told.requests, told.failed, told.prompt_tokens, told.completion_tokens) == (3, 1, 200, 10)

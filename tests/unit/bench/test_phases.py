@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvferry.bench.phases import PHASES, Phases, phases
+from kvferry.bench.phases import PHASES, Phases, as_fetched, phases
 from kvferry.bench.records import Record
 from kvferry.bench.timing import RequestTimes, TransferTimes
 
@@ -91,6 +91,14 @@ def test_what_the_decode_engine_fetches_is_read() -> None:
     hand_over = {name: found.seconds[name] for name in ("registration", "match", "read", "notice")}
     assert hand_over == pytest.approx({"registration": 0.02, "match": 0.03, "read": 0.06, "notice": 0.02})
     assert "write" not in found.seconds
+
+
+def test_what_older_runs_called_a_write_of_a_pull_is_a_read() -> None:
+    old = Phases(request="p", seconds={"match": 0.01, "write": 0.2, "notice": 0.02}, handover=0.3)
+    new = as_fetched(old)
+    assert list(new.seconds.items()) == [("match", 0.01), ("read", 0.2), ("notice", 0.02)]
+    assert new.handover == 0.3
+    assert as_fetched(new) is new
 
 
 def test_moving_is_when_at_least_one_transfer_was_posted_and_not_done() -> None:

@@ -22,6 +22,8 @@ def test_latency_counts_from_the_due_moment_and_tokens_from_usage() -> None:
     assert RECORD.ttft_seconds == pytest.approx(1.0)
     assert RECORD.e2e_seconds == pytest.approx(1.5)
     assert RECORD.tpot_seconds == pytest.approx(0.5 / 5)
+    # As the field defines it, whatever the chunks were.
+    assert RECORD.tpot_seconds == pytest.approx((RECORD.e2e_seconds - RECORD.ttft_seconds) / (6 - 1))
     assert RECORD.lag_seconds == pytest.approx(0.25)
     assert RECORD.gaps_seconds == pytest.approx([0.1, 0.3])
 

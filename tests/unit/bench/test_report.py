@@ -69,7 +69,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def written(directory: Path) -> Written:
-    return write_report(made_up(directory, World(tells_idle_calls=True), SMALL))
+    return write_report(
+        made_up(directory, World(tells_idle_calls=True, others={("vllm-pull", 4): 0.12}), SMALL)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -143,9 +145,58 @@ def test_the_verdict_has_our_figures_beside_the_better_stock_connectors(written:
     assert written.problems == ()
     pattern = (
         r"kvferry push at 4 x 16k: TTFT p50 \d+ ms \(0\.\d\d x vLLM pull\), "
-        r"TTFT p95 \d+ ms \(0\.\d\d x vLLM pull\), TPOT p50 5\.7 ms \(1\.00 x vLLM push\)"
+        r"TTFT p95 \d+ ms \(0\.\d\d x vLLM pull, not judged\), TPOT p50 5\.7 ms \(1\.00 x vLLM push\)"
     )
     assert re.fullmatch(pattern, written.verdict)
+
+
+def test_page_terminal_and_json_say_where_there_are_too_few_requests(
+    page: Page, written: Written, directory: Path
+) -> None:
+    few = (
+        "too few to judge medians at 1 x 1k: 6 requests, at least 12 are needed",
+        "too few to judge 95th percentiles at 1 x 1k: 6 requests, at least 120 are needed",
+        "too few to judge 95th percentiles at 4 x 16k: 24 requests, at least 120 are needed",
+    )
+    assert written.remarks[:3] == few
+    assert all(f"T{one[1:]}." in page.text for one in few)
+    told = json.loads((directory / JSON).read_text())
+    assert told["remarks"] == list(written.remarks)
+    rows = {(row["connector"], row["rate"]): row for row in told["cells"]}
+    alone, busy = rows["ferry-push", 1], rows["ferry-push", 4]
+    assert alone["p50_not_judged"] == "6 requests, at least 12 are needed"
+    assert not [name for name in alone if name.endswith(("_low", "_high"))]
+    assert (busy["p50_not_judged"], busy["p95_not_judged"]) == (None, "24 requests, at least 120 are needed")
+    assert busy["ttft_p50_ratio_low"] < busy["ttft_p50_ratio"] < busy["ttft_p50_ratio_high"]
+    assert "ttft_p95_ratio" in busy
+    assert "ttft_p95_ratio_low" not in busy
+    text = (directory / HTML).read_text(encoding="utf-8")
+    assert 'class="open" title="vLLM pull, not judged: 6 requests, at least 12 are needed"' in text
+
+
+def test_page_terminal_and_json_say_how_busy_the_machine_was(
+    page: Page, written: Written, directory: Path
+) -> None:
+    busy = (
+        "the machine was not quiet: others took more than 5% of all processors' time in 2 of 14 runs of a "
+        "cell, most in repeat 1 of vLLM pull at 4 x 16k, 12%"
+    )
+    assert written.remarks[3:] == (busy,)
+    assert f"T{busy[1:]}." in page.text
+    assert "2 cores of Imagined 9000, 24 GiB of memory, Linux 9.9." in page.text
+    # Cores of engines, load generator, others, host; the others' share of both cores, and a repeat's most.
+    assert "4 x 16k" + "vLLM pull" + "2" + "1.50" + "0.10" + "0.24" + "0.00" + "12.0%" + "12.0%" in page.text
+    assert "4 x 16k" + "kvferry push" + "2" + "1.50" + "0.10" + "0.02" + "0.00" + "1.0%" + "1.0%" in page.text
+    told = json.loads((directory / JSON).read_text())
+    (machine,) = told["machines"]
+    assert machine == {
+        "processor": "Imagined 9000",
+        "cores": 2,
+        "memory_bytes": 24 << 30,
+        "kernel": "Linux 9.9",
+    }
+    shares = {row["connector"]: row["others_share_most"] for row in told["cells"] if row["rate"] == 4}
+    assert (shares["vllm-pull"], shares["ferry-push"]) == (0.12, 0.01)
 
 
 def test_the_other_files_are_there(written: Written, directory: Path) -> None:

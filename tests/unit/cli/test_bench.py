@@ -27,7 +27,10 @@ def plant(monkeypatch: pytest.MonkeyPatch, problems: tuple[str, ...] = (), repea
         )
     )
     hooks, idle = figure("prefill", "wait_for_save", 1.0), figure("decode", "wait_for_save", 0.25)
-    report = Report(figures, (hooks,), (idle,), {}, {"prefill": 1.0, "decode": 0.75}, problems, repeats)
+    turns = (figure("decode", "turn kept, 64 blocks", 40.0),)
+    report = Report(
+        figures, (hooks,), (idle,), {}, {"prefill": 1.0, "decode": 0.75}, problems, repeats, turns
+    )
     monkeypatch.setattr(hook_costs, "measure", lambda options, progress: report)
 
 
@@ -68,6 +71,18 @@ def test_an_idle_steps_hooks_stand_in_a_table_of_their_own(
     lines = capsys.readouterr().out.splitlines()
     title = next(place for place, line in enumerate(lines) if "per hook, in an idle step, us" in line)
     assert lines[title + 1].split()[:3] == ["decode", "wait_for_save", "0.2"]
+
+
+def test_a_turns_cost_stands_in_a_table_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant(monkeypatch)
+    assert cli.main(["bench", "hooks"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    title = next(place for place, line in enumerate(lines) if "besides, per turn, KV both ways, us" in line)
+    row = lines[title + 1].split()
+    assert row == ["decode", "turn", "kept,", "64", "blocks", "40.0", "80.0", "40.0", "40.0", "3"]
+    assert len(lines[title]) == len(lines[title + 1])
 
 
 def test_a_limit_that_does_not_hold_is_said_and_fails(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,11 @@ def test_a_comparison_ends_with_its_figures_and_resumes_for_free(
     assert cli.main(command(output, *more)) == 0
     assert len(stubs.started) == 2
     assert cli.main(command(output, *more, "--seed", "5")) == 2
-    assert "seed: was 0, is 5" in capsys.readouterr().err
+    *_, seed, advice = capsys.readouterr().err.splitlines()
+    assert seed == "  --seed  there 0, now 5"
+    # What is advised is taken.
+    assert cli.main(command(output, *more, *shlex.split(advice.rpartition(": ")[2]))) == 0
+    assert len(stubs.started) == 2
 
 
 def test_wrong_pages_fail_the_command(
@@ -153,3 +158,5 @@ def test_a_report_is_written_again_without_measuring(
     out = capsys.readouterr().out
     assert "WRONG: 1 requests failed, the first under vllm-push: answered 500: unwell" in out
     assert "not measured TTFT p50 at 8 x 16k" in out
+    assert "NOTE: too few to judge medians at every cell: 7 requests, at least 12 are needed\n" in out
+    assert "not judged   idle CPU of kvferry's threads, prefill" in out

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from kvferry.cli import bench_handover
 from kvferry.cli import main as cli
 from kvferry.microbench import handover
+from kvferry.microbench.figures import CellFigures
 from kvferry.microbench.handover import Measured, Options, Waiting
 from kvferry.microbench.producer import Sample
 from kvferry.microbench.tasks import Steps
@@ -79,6 +81,7 @@ def test_quick_is_less_of_it_and_can_be_told_more() -> None:
         (["--extra-config", "7"], "--extra-config must be a JSON object, such as '{\"top_k\": 1}'"),
         (["--extra-config", '{"slice": 1}'], "kv_connector_extra_config.slice is not known; the keys are: "),
         (["--output", "/nowhere/x.json"], "--output: there is no directory /nowhere; make it first"),
+        (["--csv", "/nowhere/x.csv"], "--csv: there is no directory /nowhere; make it first"),
     ],
 )
 def test_impossible_options_say_what_is_possible(
@@ -100,6 +103,49 @@ def test_the_last_line_has_the_figures_and_a_missed_target_is_no_failure(
     assert step == "met     longest loop step with 1000 transfers waiting, ms of CPU, less than 5: 0.50"
     assert last.startswith("handover: contiguous, 64 blocks, share of raw NIXL's bandwidth 91%; scattered, ")
     assert last.endswith("; 32,768 pages looked at, 0 wrong")
+
+
+def test_the_tables_fit_into_a_terminal_of_100_columns_at_the_largest_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seconds for a hand-over, thousands of milliseconds per GiB; and every row is as wide as its head."""
+    sizes = ["--blocks", "4096", "--pages", "65536", "--layers", "4", "--concurrency", "4"]
+    slow = Sample("ferry", 12.3456, 12.3, 9.5, 4.25, 4e-3, 8e-3, 1048576, 0)
+
+    def measure(options: Options, watcher: Any) -> Measured:
+        kinds = {"ferry": [slow], "raw": [replace(slow, kind="raw", seconds=1.0)]}
+        waiting = [Waiting(10000, *[Steps([0.123456] * 12345, [0.0123] * 12345, 2000.0)] * 2, 0, ())]
+        return Measured({cell: dict(kinds) for cell in options.grid.cells}, 1, [2.0**33], waiting)
+
+    monkeypatch.setattr(handover, "measure", measure)
+    code = cli.main(["bench", "handover", *sizes, "--repeats", "1", "--cache-mib", "8192"])
+    assert code == 0
+    lines = capsys.readouterr().out.splitlines()
+    above, head, *rest = lines
+    rows = rest[: rest.index("")]
+    assert len(above) == len(head) == 100
+    assert [len(row) for row in rows] == [100] * 6
+    assert rows[0].split() == [
+        *("LBHNC", "65536", "contiguous", "4096", "4", "12345.60", "1000.00", "12.35"),
+        *("12.35-12.35", "0.32", "2375", "1062", "2375"),
+    ]
+    place = next(at for at, line in enumerate(lines) if line.startswith("steps of the loop"))
+    assert [len(line) <= 100 for line in lines[place : place + 3]] == [True] * 3
+    assert len({len(line) for line in lines[place : place + 3]}) == 1
+
+
+def test_the_csv_has_every_column_of_every_cell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plant(monkeypatch)
+    file = tmp_path / "handover.csv"
+    assert cli.main(["bench", "handover", *SMALL, "--csv", str(file)]) == 0
+    rows = list(csv.DictReader(file.read_text(encoding="utf-8").splitlines()))
+    assert [row["fragmentation"] for row in rows] == ["contiguous", "scattered", "churned"]
+    row = rows[0]
+    assert (row["layout"], row["blocks"], row["layers"], row["bytes"]) == ("LBHNC", "64", "64", "8388608")
+    assert (row["ms"], row["raw_ms"], row["ratio"], row["ratio_low"]) == ("1100.0", "1000.0", "1.1", "1.1")
+    assert (row["producer_host_us_per_transfer"], row["descriptors"]) == ("4.0", "4096")
+    figures = {field.name for field in fields(CellFigures)}
+    assert len(row) == 7 + len(figures) - 1 + 2  # the cell in parts, and the ratio's quarters
 
 
 def test_one_wrong_page_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

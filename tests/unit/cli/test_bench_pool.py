@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from kvferry.bench.pool import CaseResult, PoolRun
+from kvferry.bench.pool_cases import CASES
+from kvferry.bench.pool_model import DecodeModel
 from kvferry.cli import bench_pool, main
 
 
@@ -62,6 +65,34 @@ def test_one_bad_case_is_enough(wrong: CaseResult) -> None:
     passed, line = bench_pool.verdict([GOOD, wrong])
     assert not passed
     assert line.startswith("FAILED")
+
+
+def test_the_help_and_the_page_explain_each_name_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["bench", "pool", "--help"])
+    words = dict(re.findall(r"^  (\S.*?)  +(\S.*)$", capsys.readouterr().out, flags=re.MULTILINE))
+    page = (Path(__file__).parents[3] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    _, _, page = page.partition("## Push, pull and auto")
+    for case in CASES:
+        pool, prompts = case.name.split(", ")
+        shortest, longest = case.load.prompt_tokens
+        said = f"of {shortest:,} to {longest:,} tokens, {case.load.requests_per_second:g} requests/s"
+        assert words[prompts].removeprefix("prompts ") == said
+        *_, slow, busy = case.model.decode
+        if pool != "alike":
+            others = f"{busy.other_requests_per_second:g}"
+            assert f" {others} request" in words[pool] or f" {others} a second" in words[pool]
+            assert slow.step_seconds == 3 * DecodeModel().step_seconds
+        if slow.room != DecodeModel().room:
+            assert f"room for {slow.room} requests, not {DecodeModel().room};" in words[pool]
+        assert words[pool]
+        assert f"| {case.name} |" in page
+        assert f"{shortest:,} to {longest:,}".replace(",", "") in page.replace(",", "")
+        assert pool in page.lower().partition("measured with")[0]
+    modes = {mode for arm in bench_pool._arms() for mode in arm.name.split(", ")}
+    assert modes <= {name for column in words for name in column.split(", ")}
+    assert {arm.policy for arm in bench_pool._arms()} <= words.keys()
+    assert "| case | " + " | ".join(arm.name for arm in bench_pool._arms()) in page.replace("`", "")
 
 
 @pytest.mark.parametrize(

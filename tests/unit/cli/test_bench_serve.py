@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvferry.bench.records import Load, Record
+from kvferry.bench.serve import ServeOptions, result
 from kvferry.cli import bench_serve
 from kvferry.cli import main as cli
 from tests.support.stub_openai import StubOpenAI
@@ -68,6 +70,40 @@ def test_texts_and_more_keys_can_be_sent() -> None:
         assert serve(stub.url, "--prompt-kind", "text", "--extra-body", '{"top_k": 1}') == 0
         assert {len(body["prompt"].split()) for body in stub.bodies} == {5}
         assert stub.bodies[0]["top_k"] == 1
+
+
+def answered(position: int, tokens: int) -> Record:
+    chunks = (position + 0.5, position + 0.9)
+    return Record(
+        request=f"r-{position}", due=position, chunks=chunks, end=chunks[1], completion_tokens=tokens
+    )
+
+
+def told_of(*tokens: int, metrics: tuple[str, ...] = ("ttft", "tpot")) -> list[str]:
+    """The report of requests that were answered with so many tokens each."""
+    records = tuple(answered(position, count) for position, count in enumerate(tokens))
+    load = Load(started_ns=0, seconds=9.0, records=records)
+    options = ServeOptions(url="http://h:1", model="tiny")
+    return bench_serve.lines(load, result(options, load, metrics))
+
+
+def test_the_time_per_token_says_of_how_many_requests_it_is_and_why_not_of_more() -> None:
+    head, ttft, tpot, single, uncounted, *_ = told_of(5, 5, 1, 0, 0)
+    assert (head.split()[-1], ttft.split()[-1], tpot.split()[-1]) == ("samples", "5", "2")
+    assert tpot.split()[:3] == ["tpot", "100.00", "100.00"]
+    assert single == "not in tpot: 1 requests had one token, and none after it"
+    assert uncounted == "not in tpot: of 2 the server did not count the tokens (no `usage` in the stream)"
+
+
+def test_where_every_token_is_the_only_one_there_is_no_row_but_the_reason() -> None:
+    _, ttft, reason, *_ = told_of(1, 1)
+    assert ttft.startswith("ttft")
+    assert reason.startswith("not in tpot: 2 requests had one token")
+
+
+def test_nothing_is_said_of_a_time_per_token_that_is_whole_or_not_asked_for() -> None:
+    assert not [line for line in told_of(5, 2) if line.startswith("not in")]
+    assert not [line for line in told_of(5, 1, metrics=("ttft",)) if line.startswith("not in")]
 
 
 @pytest.mark.parametrize(

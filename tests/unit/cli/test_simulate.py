@@ -534,8 +534,9 @@ def test_the_transfer_to_draw_can_be_chosen(run: Run, tmp_path: Path) -> None:
 class Planted:
     """A mutant that no process needs."""
 
-    def __init__(self, name: str, *, blind: bool = False) -> None:
+    def __init__(self, name: str, *, blind: bool = False, world: str = "") -> None:
         self.name, self.promise, self.what, self.blind = name, "4", f"what {name} does", blind
+        self.world = world
 
 
 @pytest.fixture
@@ -557,6 +558,18 @@ def mutants(monkeypatch: pytest.MonkeyPatch) -> list[mutation.Trial]:
     monkeypatch.setattr(mutation, "load", lambda checkout: listed)
     monkeypatch.setattr(mutation, "run_trials", run_trials)
     return trials
+
+
+def test_a_mutant_is_tried_in_the_world_that_can_show_it(
+    run: Run, mutants: list[mutation.Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = [Planted("early", world="groups"), Planted("late")]
+    monkeypatch.setattr(mutation, "load", lambda checkout: listed)
+    code, lines = run("--mutants", "early", "late", "--world", "both")
+    assert code == 0
+    assert {trial.mutant: trial.options.world for trial in mutants} == {"early": "groups", "late": "both"}
+    assert "    kvferry simulate --replay 2 --world groups --mutants early" in lines
+    assert "    kvferry simulate --replay 1234 --world both --mutants late" in lines
 
 
 def test_all_mutants_found_is_success(run: Run, mutants: list[mutation.Trial]) -> None:
@@ -730,7 +743,7 @@ def test_who_stands_in_another_checkout_is_warned(
         (("--replay", "-1"), "--replay must not be negative, -1 is"),
         (
             ("--world", "flat"),
-            "world 'flat' is unknown; use one of small, both, wide, tall, mixed, turns, long, calm",
+            "world 'flat' is unknown; use one of small, both, wide, tall, mixed, groups, turns, long, calm",
         ),
         (("--faults", "crash,rain"), "faults rain are unknown; use some of abort, "),
         (("--drop", "3"), "--drop goes with --replay SEED"),

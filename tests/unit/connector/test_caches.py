@@ -98,6 +98,7 @@ def test_smaller_kernel_blocks_are_described_as_they_are():
     caches = describe(tensors(blocks=10), block_tokens=8, block_count=5)
     assert caches.ratios == (2,)
     assert caches.spec.groups[0].block_count == 10
+    assert (caches.spec.block_tokens, caches.spec.whole_tokens) == ((4,), (8,))
     assert scaled_spans(((1, 2), (4, 1)), caches.ratios[0]) == ((2, 4), (8, 2))
 
 
@@ -255,6 +256,7 @@ def test_a_group_may_have_kernel_blocks_of_its_own_size():
     )
     assert caches.ratios == (1, 2)
     assert caches.spec.block_counts == (BLOCKS, 2 * BLOCKS)
+    assert caches.spec.whole_tokens == (TOKENS, 2 * TOKENS)
 
 
 def test_a_stage_without_a_layer_of_a_group_says_so():

@@ -134,14 +134,25 @@ def test_cascade_attention_is_refused():
         read_facts(given, caches(FULL))
 
 
-@pytest.mark.parametrize(("device", "mla"), [("cpu", True), ("cpu", False), ("cuda", True)])
-def test_attention_that_answers_otherwise_over_what_is_cached_is_refused(device, mla):
-    """vLLM's MLA on the CPU: its answers over received KV were wrong, and nothing said so."""
+@pytest.mark.parametrize(
+    ("device", "mla", "operations", "refused"),
+    [
+        ("cpu", True, ["all"], True),
+        ("cpu", True, ["none", "+rotary_embedding"], True),
+        ("cpu", True, ["-rotary_embedding", "all"], False),
+        ("cpu", True, ["none"], False),
+        ("cpu", False, ["all"], False),
+        ("cuda", True, ["all"], False),
+    ],
+)
+def test_mla_with_wrong_positions_is_refused_with_the_argument_that_helps(device, mla, operations, refused):
+    """On the CPU vLLM's kernel rotates other elements than MLA's: its KV is wrong, and nothing says so."""
     given = config()
     given.device_config = SimpleNamespace(device_type=device)
     given.model_config.use_mla = mla
-    if device == "cpu" and mla:
-        with pytest.raises(UsageError, match="on accelerators only"):
+    given.compilation_config = SimpleNamespace(custom_ops=operations)
+    if refused:
+        with pytest.raises(UsageError, match=r'--compilation-config .*"-rotary_embedding"'):
             read_facts(given, caches(FULL))
     else:
         assert read_facts(given, caches(FULL)).tp == 2

@@ -97,7 +97,16 @@ def test_kernel_blocks_are_what_the_agent_sees(agent):
     prefill(worker, ADVANCE)
     assert agent.commands[1] == Advance("t", 64, 0, (((6, 8),),))
     worker.begin(StepOrders(commands=[RECEIVE]))
-    assert agent.commands[2].groups == (((20, 4), (40, 6)),)
+    # Of the last one only the half that has the prompt's last tokens; whoever writes counts by the tokens.
+    assert agent.commands[2].groups == (((20, 4), (40, 5)),)
+
+
+def test_kernel_blocks_behind_the_prompt_are_nobody_s_target(agent):
+    """V14: engine blocks of 16 and 32 tokens in kernel blocks of 8, 16 and 8; of a window the last block."""
+    worker = worker_of(agent, group_tokens=(16, 32, 32), ratios=(2, 2, 4))
+    groups = ((1, 3),), ((5, 2),), ((9, 1),)
+    worker.begin(StepOrders(commands=[Receive("t", "r", SOURCE, 0, 41, groups)]))
+    assert agent.commands[0].groups == (((2, 6),), ((10, 3),), ((36, 2),))
 
 
 def test_released_is_reported_once_and_not_before_the_engine_names_the_request(agent):

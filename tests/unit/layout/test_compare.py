@@ -92,6 +92,45 @@ def test_windows_of_unlike_length_are_named() -> None:
     assert (error.field, error.ours, error.theirs) == ("groups[0].window_tokens", 64, 128)
 
 
+def windowed(**changes: Any) -> CacheSpec:
+    return with_group(spec_of(kind="sliding_window"), window_tokens=40, **changes)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ({}, {"engine_block_tokens": 32}),
+        ({"engine_block_tokens": 48}, {"engine_block_tokens": 32}),
+        ({"engine_block_tokens": 32}, {"engine_block_tokens": 64}),
+    ],
+)
+def test_windows_whose_first_block_cannot_come_whole_are_named(
+    source: dict[str, Any], target: dict[str, Any]
+) -> None:
+    """V13 V14: the producer has the window in its own blocks; each side says so of itself first."""
+    ours, theirs = windowed(**source), windowed(**target)
+    sizes = [16, 16]
+    for index, one in enumerate((source, target)):
+        sizes[index] = one.get("engine_block_tokens", 16)
+    (sent,) = compare(ours, theirs, we_send=True)
+    assert (sent.field, sent.ours, sent.theirs) == ("groups[0].block_tokens", *sizes)
+    (received,) = compare(theirs, ours, we_send=False)
+    assert (received.field, received.ours, received.theirs) == ("groups[0].block_tokens", *sizes[::-1])
+    assert "--block-size" in str(sent)
+    with pytest.raises(GeometryError, match=r"groups\[0\]\.block_tokens"):
+        plan(ours, theirs)
+
+
+def test_windows_may_go_into_blocks_that_divide_the_producers() -> None:
+    """And what holds in one direction need not in the other."""
+    larger, smaller = windowed(engine_block_tokens=64), windowed(engine_block_tokens=32)
+    assert compare(larger, smaller, we_send=True) == compare(smaller, larger, we_send=False) == []
+    assert compare(larger, smaller) == compare(smaller, larger) == []
+    assert len(compare(larger, smaller, we_send=False)) == 1
+    without = [with_group(one, window_tokens=0) for one in (smaller, larger)]
+    assert compare(*without, we_send=True) == compare(*without, we_send=False) == []
+
+
 @pytest.mark.parametrize("kind", ["mamba", "linear_attention", "something_new"])
 def test_what_a_copy_does_not_keep_is_refused_even_when_equal(kind: str) -> None:
     """V15: the state of a state-space layer sums up its tokens; nothing says which of them are in it."""

@@ -94,6 +94,13 @@ def test_a_stage_without_layers_of_a_group_says_so() -> None:
         (0, {"stages": (("layer0",), ("",))}, r"stages \(a name\)"),
         (0, {"element_bytes": -1}, "element_bytes"),
         (0, {"window_tokens": -1}, "window_tokens"),
+        (
+            0,
+            {"engine_block_tokens": 3},
+            r"groups\[0\]\.engine_block_tokens: must be a multiple of the 2 tokens",
+        ),
+        (0, {"engine_block_tokens": -2}, r"groups\[0\]\.engine_block_tokens: must be from 0"),
+        (4, {"engine_block_tokens": 4}, "table 1: engine_block_tokens: is 4 in one of its groups and 0"),
         (0, {"tile_tokens": 0}, r"groups\[0\]\.tile_tokens: must be from 1 to 2"),
         (0, {"tile_tokens": 3}, r"groups\[0\]\.tile_tokens: must be from 1 to 2"),
         (0, {"rows": 0}, r"groups\[0\]\.rows"),

@@ -452,6 +452,17 @@ def test_of_a_window_only_what_is_needed_is_offered() -> None:
     assert sent.message.groups == (((10, 6),), ((70, 2),))
 
 
+def test_of_a_window_whole_blocks_of_the_engine_are_offered() -> None:
+    """V14: our engine's blocks are four of ours; a window of 5 tokens begins in the second one."""
+    rank = Rank(block_tokens=(4, 4), windows=(0, 5))
+    rank.core.state.whole_tokens = (4, 16)
+    rank.command(Expect(T, 26), Advance(T, 26, 0, (((10, 7),), (*absent(4), (70, 4)))), Finish(T))
+    [sent] = rank.hear(fetch(stop=25))
+    assert isinstance(sent, Send)
+    assert isinstance(sent.message, Offer)
+    assert sent.message.groups == (((10, 7),), ((70, 3),))
+
+
 def test_a_window_that_has_moved_on_is_not_offered() -> None:
     rank = Rank(block_tokens=(4, 4), windows=(0, 5))
     rank.command(Expect(T, 22), Advance(T, 22, 0, (((10, 6),), (*absent(4), (70, 2)))), Finish(T))

@@ -302,6 +302,31 @@ def test_a_consumer_may_have_more_of_a_window_than_is_needed() -> None:
     assert [list(blocks) for blocks in third.target_blocks] == [[9], [10]]
 
 
+def test_a_window_s_first_block_is_written_as_the_engine_counts_blocks() -> None:
+    """V13 V14: the peer's engine has blocks of 8, two of its rank's; a window of 6 begins within one.
+
+    Its prefix cache takes the whole block for received, and gives it to requests that look at all of it.
+    """
+    facts = PeerFacts((4, 4), 32, windows=(0, 6), whole_tokens=(4, 8))
+    rank = Rank(facts, block_tokens=(4, 8))
+    rank.command(Expect(T, 30), Advance(T, 30, 0, (((0, 8),), (*absent(3), (40, 1))), (0, 0)))
+    rank.hear(register(29, groups=(((5, 8),), ((9, 2),))))
+    (piece,) = rank.posts()
+    assert (piece.group_start(1), piece.stop) == (24, 29)
+    assert [list(blocks) for blocks in piece.target_blocks] == [[5, 6, 7, 8, 9, 10, 11, 12], [9, 10]]
+    assert [list(blocks) for blocks in piece.source_blocks] == [[0, 1, 2, 3, 4, 5, 6, 7], [40]]
+
+
+def test_a_window_of_which_no_whole_block_is_left_is_told_at_once() -> None:
+    """The peer's engine has blocks of 16 and ours of 8: of a window of 6 we keep what is from token 24 on."""
+    rank = Rank(PeerFacts((4, 16), 32, windows=(0, 6)), block_tokens=(4, 8))
+    rank.command(Expect(T, 30), Advance(T, 30, 0, (((0, 8),), (*absent(3), (40, 1))), (0, 0)))
+    (answer,) = rank.hear(register(29, groups=(((5, 8),), ((9, 1),))))
+    assert isinstance(answer, Send)
+    assert isinstance(answer.message, Failed)
+    assert answer.message.reason.startswith("too_short: asked for a window of 6 tokens")
+
+
 @pytest.mark.parametrize("blocks", [0, 1, 7])
 def test_too_few_or_too_many_blocks_of_a_window_are_refused(blocks: int) -> None:
     rank = Rank(PeerFacts((4, 4), 8, windows=(0, 6)), block_tokens=(4, 4))

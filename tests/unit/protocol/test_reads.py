@@ -10,6 +10,7 @@ import pytest
 
 from kvferry.errors import PeerError
 from kvferry.ids import ConsumerId, EngineId, PeerName, TransferId
+from kvferry.protocol import farewells
 from kvferry.protocol.commands import (
     AnnounceCommand,
     BlocksSafe,
@@ -21,7 +22,6 @@ from kvferry.protocol.commands import (
     Withdraw,
 )
 from kvferry.protocol.consumer import ConsumerCore
-from kvferry.protocol.farewells import FAREWELLS_MAX
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.messages import (
     Announce,
@@ -605,12 +605,13 @@ def test_a_farewell_that_nobody_answers_ends_with_the_lease() -> None:
     assert rank.core.next_due() is None
 
 
-def test_farewells_are_bounded() -> None:
+def test_farewells_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(farewells, "FAREWELLS_MAX", 5)
     rank = Rank()
-    for number in range(FAREWELLS_MAX + 3):
+    for number in range(8):
         transfer = TransferId(f"t{number}")
         rank.command(pull(8, transfer=transfer), Withdraw(transfer, C, SOURCE, "left"))
-    assert len(rank.core.state.farewells) == FAREWELLS_MAX
+    assert len(rank.core.state.farewells) == 5
     assert rank.core.state.counts == {"farewell_dropped": 3}
 
 
@@ -654,6 +655,30 @@ def test_blocks_of_a_window_count_from_its_end_on_either_side() -> None:
     assert [list(blocks) for blocks in piece.source_blocks] == [[20, 21, 22], [40]]
     assert [list(blocks) for blocks in piece.target_blocks] == [[5, 6, 7, 8, 9, 10], [10, 11]]
     assert [piece.group_start(group) for group in (0, 1)] == [0, 16]
+
+
+def test_a_window_s_first_block_is_read_as_the_engine_counts_blocks() -> None:
+    """V13 V14: our engine's blocks are two of ours, and a window of 6 begins within one of them."""
+    rank = windowed(TWO_GROUPS)
+    rank.core.state.whole_tokens = (4, 8)
+    rank.command(Receive(T, C, SOURCE, 0, 29, (((5, 8),), ((9, 2),)), "pull"))
+    rank.hear(offer(29, groups=(((20, 8),), ((40, 2),))))
+    first, second = rank.posts()
+    assert [list(blocks) for blocks in second.target_blocks] == [[9, 10, 11, 12], [9, 10]]
+    assert [second.group_start(group) for group in (0, 1)] == [16, 24]
+    rank.done(first.slice, second.slice)
+    assert [type(result) for result in rank.results()] == [Received]
+
+
+def test_an_offer_that_begins_within_a_window_s_first_block_is_refused() -> None:
+    """What is left of that block would be somebody else's KV in our engine's prefix cache."""
+    rank = windowed(TWO_GROUPS)
+    rank.core.state.whole_tokens = (4, 16)
+    rank.command(Receive(T, C, SOURCE, 0, 29, (((5, 8),), ((9, 4),)), "pull"))
+    rank.hear(offer(29, groups=(((20, 8),), ((40, 2),))))
+    (result,) = rank.results()
+    assert isinstance(result, ReceiveFailed)
+    assert result.reason == "malformed: groups[1] is offered from token 24 on, and needed from 16 on"
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 7])

@@ -104,8 +104,11 @@ def test_a_taken_port_is_an_error_that_says_so(capsys: pytest.CaptureFixture[str
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
+        before = [signal.getsignal(number) for number in ROUTER_SIGNALS]
         assert run(parsed(f"--port={port}")) == 2
     assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+    # Whoever called it gets later signals.
+    assert [signal.getsignal(number) for number in ROUTER_SIGNALS] == before
 
 
 def test_an_impossible_argument_ends_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,6 +116,7 @@ def test_an_impossible_argument_ends_with_a_message(capsys: pytest.CaptureFixtur
     assert "--decode" in capsys.readouterr().err
 
 
+ROUTER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PROGRAM = """
 import argparse, sys
 from kvferry.router.server import add_arguments, run

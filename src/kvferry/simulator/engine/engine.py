@@ -9,6 +9,7 @@ from typing import Protocol
 from kvferry.agent.directory import Directory, RankEntry
 from kvferry.agent.links import Identity
 from kvferry.host.events import Ended
+from kvferry.host.facts import CacheGroup
 from kvferry.host.facts import EngineFacts as HostFacts
 from kvferry.host.metrics import TRANSFERS
 from kvferry.host.outcomes import Outcomes
@@ -100,21 +101,26 @@ class Engine:
         self._directory_from = ground.now + (facts.start_seconds if life else 0.0)
         self._gone = False
         self._requests: dict[str, Request] = {}
+        self._known = _known(facts)
         self.ranks = [self._rank(rank) for rank in facts.cache.ranks]
         self.core = Core(ground, random, self.ranks, facts.pace.depth, self._tell_decoding)
         for index, process in enumerate(self.ranks):
             process.has_reported = self.core.poke
             lag = facts.pace.device_lag_seconds
-            worker = Worker(process, index, facts.cache.block_tokens, lag, self.core.began, self.core.ended)
+            worker = Worker(process, index, self._known, lag, self.core.began, self.core.ended)
             self.core.workers.append(worker)
         self.pool = BlockPool(
-            facts.cache.block_count, taken=self._taken, returned=self._returned, spoilt=self.core.spoil
+            facts.cache.block_count,
+            first=facts.cache.first_block,
+            taken=self._taken,
+            returned=self._returned,
+            spoilt=self.core.spoil,
         )
         self.pins = Pins()
         self.pins.bind(self.pool)
         self.scheduler = self.core.scheduler = self._scheduler()
         names = tuple(process.name for process in self.ranks)
-        ground.emit(EngineStarted(ground.now, facts.engine, names, self.pool.count))
+        ground.emit(EngineStarted(ground.now, facts.engine, names, facts.cache.block_count))
 
     def _rank(self, rank: Rank) -> RankProcess:
         identity = Identity(self.facts.engine, self.incarnation, rank)
@@ -132,16 +138,7 @@ class Engine:
         )
 
     def _scheduler(self) -> Scheduler:
-        facts, cache = self.facts, self.facts.cache
-        known = HostFacts(
-            engine=facts.engine,
-            tp=cache.tp_size,
-            pp=cache.pp_size,
-            produces=facts.produces,
-            consumes=facts.consumes,
-            block_tokens=cache.block_tokens,
-            block_count=cache.block_count,
-        )
+        facts, known = self.facts, self._known
         counter = Counter(self._count)
         outcomes = Outcomes(known, counter)
         consumer = SchedulerConsumer(
@@ -158,12 +155,13 @@ class Engine:
             outcomes,
             Starvation(facts.limits.starved_seconds),
             clock,
+            known.received_stop,
             skip=partial(counter.skip, outcomes),
             count=partial(counter.end, outcomes),
             turns=self._turns,
         )
         defers = facts.consumes and facts.pace.depth > 1
-        return Scheduler(facts.pace, Tables(self.pool, cache.block_tokens, defers), host, self._ending)
+        return Scheduler(facts.pace, Tables(self.pool, facts.cache.tables, defers), host, self._ending)
 
     # --- what others ask of it -----------------------------------------------------------------------
 
@@ -283,7 +281,7 @@ class Engine:
                     request.name,
                     request.prompt.number,
                     work.start,
-                    tuple(work.blocks.tolist()),
+                    tuple(tuple(table.tolist()) for table in work.blocks),
                 )
             )
 
@@ -312,6 +310,21 @@ class Engine:
             self._around.router.leg_ended(request)
         elif request.is_decode and request.decoding:
             self._around.router.leg_preempted(request)
+
+
+def _known(facts: EngineFacts) -> HostFacts:
+    """What the production host is told of its engine."""
+    cache = facts.cache
+    return HostFacts(
+        engine=facts.engine,
+        tp=cache.tp_size,
+        pp=cache.pp_size,
+        produces=facts.produces,
+        consumes=facts.consumes,
+        block_tokens=cache.block_tokens,
+        block_count=cache.block_count,
+        groups=tuple(CacheGroup(group.block_tokens, group.window_tokens) for group in cache.groups),
+    )
 
 
 def is_broken(engine: Engine) -> bool:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-Key = tuple[int, int]
+Key = tuple[int, ...]
 """Names the content of a whole block and of all before it."""
 
 
 class BlockPool:
-    """Blocks `0` to `count - 1`, all free at first.
+    """Blocks `first` to `count - 1`, all free at first.
 
     `taken` hears of blocks that were free and are not any more, `returned` of the reverse, and `spoilt` of
     blocks whose content is lost.
@@ -23,17 +23,18 @@ class BlockPool:
         self,
         count: int,
         *,
+        first: int = 0,
         taken: Callable[[tuple[int, ...], str], None],
         returned: Callable[[tuple[int, ...]], None],
         spoilt: Callable[[Sequence[int]], None],
     ) -> None:
-        self.count = count
+        self.count = count - first
         self.blocks = range(count)
         """What the host's pins hand to `touch` and `free_blocks`."""
         self._taken, self._returned, self._spoilt = taken, returned, spoilt
         self._references = [0] * count
         # A dict keeps its order: the first is the next to be given out.
-        self._free: dict[int, None] = dict.fromkeys(range(count))
+        self._free: dict[int, None] = dict.fromkeys(range(first, count))
         self._block_of: dict[Key, int] = {}
         self._key_of: dict[int, Key] = {}
 

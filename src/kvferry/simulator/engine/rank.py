@@ -123,7 +123,7 @@ class RankProcess:
         self._steps = 0
         self._steps_since = -1.0
         self._garbage = self._random.getrandbits(32)
-        self.scribble(range(slot.cache.groups[0].block_count))
+        self.scribble(range(slot.cache.block_counts[0]))
 
     # --- the engine's thread -----------------------------------------------------------------------
 
@@ -150,7 +150,9 @@ class RankProcess:
     def scribble(self, blocks: list[int] | range) -> None:
         """The content of these blocks is lost."""
         self._garbage = (self._garbage * 1664525 + 1013904223) & 0xFFFFFFFF
-        self.slot.values[list(blocks)] = self._garbage
+        places = list(blocks)
+        for part in self.slot.parts:
+            part.values[places] = self._garbage
 
     def guard(self, action: Callable[[], None]) -> Callable[[], None]:
         """`action`, unless this process has died by then."""

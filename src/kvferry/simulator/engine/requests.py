@@ -53,7 +53,8 @@ class Request:
     stops: bool = False
     """Its last token is a stop token."""
     status: Status = Status.WAITING
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)
+    """Its block table in each cache group; none before its engine knows it."""
     computed: int = 0
     outputs: int = 0
     placeholders: int = 0

@@ -39,6 +39,7 @@ class Host:
     outcomes: Outcomes
     starvation: Starvation
     clock: Callable[[], float]
+    received_stop: Callable[[int], int]
     skip: Callable[[Request, str], None]
     count: Callable[[Ended], None]
     turns: Turns
@@ -62,7 +63,7 @@ class Host:
         """What a step computes of the producer's requests."""
         for work in step.work:
             if self.producer.is_ours(work.request.name):
-                yield Scheduled(work.request.name, work.stop, (work.fresh,), work.replaced)
+                yield Scheduled(work.request.name, work.stop, work.fresh, work.replaced)
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +96,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """A request arrives. One whose transfer id is in use runs for itself."""
         if isinstance(request.params, DecodeParams):
-            wanted = whole_prompt(request, request.params, request.num_prompt_tokens)
+            stop = self.host.received_stop(request.num_prompt_tokens)
+            wanted = whole_prompt(request, request.params, stop)
             if not self.host.consumer.announce(request, wanted):
                 self.host.skip(request, "in_use")
             else:
@@ -104,6 +106,7 @@ class Scheduler:
             history = self.host.turns.wanted(request)
             if history is not None:
                 self.host.consumer.announce(request, history)
+        self.tables.add(request)
         self.requests[request.name] = request
         self._waiting.append(request)
 
@@ -237,21 +240,20 @@ class Scheduler:
 
     def _start(self, step: Step, request: Request, budget: int) -> int | None:
         """Start a waiting request: the tokens that it takes, None to skip it, -1 when blocks are short."""
-        hits: list[int] = []
+        hits: list[list[int]] = []
         external = 0
         local = request.computed
         if not request.computed:
-            hits = self.tables.hits(request)
-            local = len(hits) * self.tables.block_tokens
-            self.host.turns.holding.make_way(self.tables.blocks(request.length) - len(hits))
+            local, hits = self.tables.hits(request)
+            self.host.turns.holding.make_way(self.tables.blocks(request.length) - sum(map(len, hits)))
             wanted = self.host.consumer.wanted_tokens(request, local)
             if wanted is None:
                 return None
             external = wanted
         tokens = 0 if external else min(request.length - local, budget)
-        if not self.tables.allocate(request, hits, local + external + tokens):
+        if not self.tables.allocate(request, hits, local + external, tokens):
             return -1
-        if not self.host.consumer.allocated(request, (request.blocks,), external):
+        if not self.host.consumer.allocated(request, request.blocks, external):
             self.host.skip(request, "prefix_hit")
         (self._waiting if request in self._waiting else self._holding).remove(request)
         request.computed = local + external
@@ -261,16 +263,17 @@ class Scheduler:
             return 0
         request.status = Status.RUNNING
         self._running.append(request)
-        self._schedule(step, request, tokens, list(request.blocks), replaced=True)
+        fresh = [list(blocks) for blocks in request.blocks]
+        self._schedule(step, request, tokens, fresh, replaced=True)
         return tokens
 
     def _schedule(
-        self, step: Step, request: Request, tokens: int, fresh: list[int], *, replaced: bool
+        self, step: Step, request: Request, tokens: int, fresh: list[list[int]], *, replaced: bool
     ) -> None:
         start, stop = request.computed, request.computed + tokens
         samples = stop >= request.length + request.placeholders
-        table = np.array(request.blocks, dtype=np.intp)
-        step.work.append(Work(request, start, stop, table, fresh, replaced, samples))
+        tables = [np.array(blocks, dtype=np.intp) for blocks in request.blocks]
+        step.work.append(Work(request, start, stop, tables, fresh, replaced, samples))
         self.tables.cache(request, min(stop, request.length))
         request.computed = stop
         request.in_flight += tokens
@@ -313,10 +316,11 @@ class Scheduler:
         for request in self._holding if result.bad_blocks else ():
             if request.status is not Status.WAITING_FOR_REMOTE_KVS:
                 continue
-            table = request.blocks[: self.tables.blocks(request.computed)]
+            # Only where a cache has a single group may single blocks be bad.
+            table = request.blocks[0][: self.tables.blocks(request.computed)]
             first = next((index for index, block in enumerate(table) if block in result.bad_blocks), None)
             if first is not None:
-                request.computed = first * self.tables.block_tokens
+                request.computed = first * self.tables.groups[0].block_tokens
                 self._failed.add(request.name)
 
     def _note_output(self, work: Work) -> None:

@@ -22,10 +22,10 @@ class Work:
     request: Request
     start: int
     stop: int
-    blocks: npt.NDArray[np.intp]
-    """The request's whole block table at that time."""
-    fresh: list[int]
-    """Blocks that this step has added; all of them when `replaced`."""
+    blocks: list[npt.NDArray[np.intp]]
+    """The request's whole block table at that time, by cache group."""
+    fresh: list[list[int]]
+    """Blocks that this step has added, by cache group; all of them when `replaced`."""
     replaced: bool
     samples: bool
     """Whether a token comes out of it."""

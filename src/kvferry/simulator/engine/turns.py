@@ -70,7 +70,7 @@ class Turns:
         """A request has ended, and still has its blocks."""
         if not self._keeps:
             return
-        request.kept = self.holding.finish(request, request.blocks, self._source)
+        request.kept = self.holding.finish(request, request.blocks[0], self._source)
         if request.kept is not None:
             name, transfer = self.holding.newest, request.kept.transfer
             self._kept[name] = transfer

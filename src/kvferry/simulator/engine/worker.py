@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.host.events import RankIndex
+from kvferry.host.facts import EngineFacts
 from kvferry.host.reports import Finished, Reported
 from kvferry.host.worker import FerryWorker, Ready
 from kvferry.ids import TransferId
@@ -65,7 +66,7 @@ class Worker:
 
     process: RankProcess
     index: RankIndex
-    block_tokens: int
+    facts: EngineFacts
     device_lag_seconds: float
     began: Callable[[Step], None]
     ended: Callable[[Step, RankIndex], None]
@@ -89,7 +90,9 @@ class Worker:
         self.host = FerryWorker(
             self._face,
             rank=self.index,
-            block_tokens=self.block_tokens,
+            block_tokens=self.facts.block_tokens,
+            ratios=(1,) * len(self.facts.tables),
+            keeps_good_prefixes=self.facts.keeps_good_prefixes,
             drain_seconds=DRAIN_SECONDS,
             record=self._record if self.device_lag_seconds else None,
             clock=self.process.clock,
@@ -193,14 +196,13 @@ class Worker:
         self._next()
 
     def _compute(self, step: Step) -> None:
-        slot = self.process.slot
-        values = slot.values
+        slot, contents = self.process.slot, self.process.ground.contents
         for work in step.work:
             tokens = np.arange(work.start, work.stop)
-            contents = self.process.ground.contents.part(work.request.prompt.number, slot.layers, slot.heads)
-            values[work.blocks[tokens // self.block_tokens], tokens % self.block_tokens] = contents[
-                work.start : work.stop
-            ]
+            for part, table in zip(slot.parts, work.blocks, strict=True):
+                blocks, places = table[tokens // part.shape.block_tokens], tokens % part.shape.block_tokens
+                kv = contents.part(work.request.prompt.number, part.layers, slot.heads)
+                part.values[blocks, places] = kv[work.start : work.stop]
         self._computed += 1
         step.computed.add(self.index)
         spoilt = step.spoilt.get(self.index)

@@ -121,7 +121,8 @@ class BlocksReturned(Observed):
 class DecodeStarted(Observed):
     """A decode request has its first forward pass: its KV of tokens `[0, tokens)` is used from now on.
 
-    `blocks` is its block table. `prompt` names the content (see `content`), which every rank must hold.
+    `blocks` are its block tables, by cache group. `prompt` names the content (see `content`), which every
+    rank must hold.
     """
 
     engine: EngineId
@@ -129,7 +130,7 @@ class DecodeStarted(Observed):
     request: str
     prompt: int
     tokens: int
-    blocks: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ WORLDS: dict[str, str] = {
     "tall": f"one or two prefill engines and one or two decode engines, {_BOTH_ROLES}; four ranks each",
     "mixed": f"one or two engines of each kind, {_BOTH_ROLES}; "
     "one to eight ranks each, unequal in parallel sizes, block sizes and stride orders",
+    "groups": f"one or two engines of each kind, {_BOTH_ROLES}; unequal as in `mixed`; "
+    "a model with sliding windows and one to three cache groups",
     "turns": "two or three engines that all prefill and decode, and keep what they have decoded; "
     "one or two ranks each; prompts that go on, with KV that flows back",
     "long": f"up to three prefill engines and up to three decode engines, {_BOTH_ROLES}; {_RANKS}; "
@@ -45,6 +47,7 @@ FAULTS: dict[str, str] = {
     "message_late": "a message arrives late, also behind younger ones",
     "message_lost": "a message never arrives",
     "partition": "nothing gets from one engine to another for a while, one way or both",
+    "misfit": "in the world `groups` an engine has another model, or cache sizes that do not fit",
     "parts": "all but the shortest messages travel in several parts",
     "post_broken": "a write or read fails after a part of it has landed",
     "post_failed": "a write or read is refused for good",

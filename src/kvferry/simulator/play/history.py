@@ -143,7 +143,7 @@ class History:
             for request in engine.scheduler.requests.values()
         )
         caches = [facts.cache for facts in self.world.shape.engines]
-        return 1 + tokens // min(cache.block_count * cache.block_tokens for cache in caches)
+        return 1 + tokens // min(cache.token_count for cache in caches)
 
     def _round_seconds(self) -> float:
         """Within so long something ends, where anything is left."""

@@ -65,10 +65,13 @@ class Probes:
             _Probe(producer.engine, consumer.engine)
             for producer in engines
             for consumer in engines
-            if producer.produces and consumer.consumes and producer is not consumer
+            if producer.produces
+            and consumer.consumes
+            and producer is not consumer
+            and producer.cache.fits(consumer.cache)
         ]
         # In a wide world some pairs stand for all.
-        return pairs[:: -(-len(pairs) // PAIRS_MAX)]
+        return pairs[:: max(-(-len(pairs) // PAIRS_MAX), 1)]
 
     def _send(self, probe: _Probe) -> None:
         probe.tries += 1

@@ -60,6 +60,11 @@ class Mutant(Protocol):
         ...
 
     @property
+    def world(self) -> str:
+        """The world whose histories can show it; empty: any."""
+        ...
+
+    @property
     def apply(self) -> Callable[[], AbstractContextManager[None]]:
         """Plants the fault into the code of this process for as long as the context lasts."""
         ...

@@ -30,7 +30,7 @@ PAIRS = _pairs()
 """Every pair that the tables list, the late ones that change nothing included."""
 
 
-_ONE_RANK = "needs several producer ranks for one consumer rank, which only the world `mixed` has"
+_ONE_RANK = "needs several producer ranks for one consumer rank, as in the worlds `mixed` and `groups`"
 _UNASKED = "a producer fences nothing that it was not asked to"
 _HOST_ORDER = "a host computes nothing for a request that it has ended"
 _REASONS: dict[str, tuple[str, ...]] = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
+from itertools import chain
 
 import msgspec
 
@@ -230,7 +231,7 @@ def _returned(event: ev.BlocksReturned) -> Words:
 
 
 def _decoding(event: ev.DecodeStarted) -> Words:
-    used = f"{event.tokens} tokens of prompt {event.prompt} in [{block_words(event.blocks)}]"
+    used = f"{event.tokens} tokens of prompt {event.prompt} in [{block_words(chain(*event.blocks))}]"
     return event.engine, f"request {event.request} decodes: {used}"
 
 

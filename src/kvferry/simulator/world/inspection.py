@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.agent.loop import Loop
 from kvferry.ids import ConsumerId, EngineId, PeerName, TransferId
 from kvferry.protocol.limits import Limits
 from kvferry.simulator.engine.rank import RankProcess
 from kvferry.simulator.engine.requests import Request
+from kvferry.simulator.ground.arena import GroupShape
 from kvferry.simulator.world.world import World
 
 
@@ -24,24 +26,28 @@ class Inspection:
     # --- content and leftovers -----------------------------------------------------------------------
 
     def mismatch(
-        self, rank: PeerName, prompt: int, start: int, stop: int, blocks: Sequence[int]
+        self, rank: PeerName, prompt: int, group: int, start: int, stop: int, blocks: Sequence[int]
     ) -> str | None:
         """How tokens `[start, stop)` in `blocks` of a living rank differ from `prompt`'s content.
 
-        `blocks[0]` holds token `start`, a multiple of the block size. None when they are equal.
+        `blocks[0]` is the block of a cache group that has token `start`. None when they are equal.
         """
         if stop <= start:
             return None
         slot = self.world.network.process(rank).slot
-        group = slot.cache.groups[0]
-        places = np.arange(stop - start)
+        part = slot.parts[group]
+        size = part.shape.block_tokens
+        within = start % size
+        places = np.arange(within, within + stop - start)
         table = np.array(blocks, dtype=np.intp)
-        found = slot.values[table[places // group.block_tokens], places % group.block_tokens]
-        expected = self.world.contents.part(prompt, slot.layers, slot.heads)[start:stop]
+        if len(table) < part.shape.blocks(within + stop - start):
+            return f"token {stop - 1} has no block in group {group} of {rank}"
+        found = part.values[table[places // size], places % size]
+        expected = self.world.contents.part(prompt, part.layers, slot.heads)[start:stop]
         if np.array_equal(found, expected):
             return None
         token, layer, _ = np.argwhere(found != expected)[0].tolist()
-        block = table[token // group.block_tokens]
+        block, layer = table[(within + token) // size], part.layers[layer]
         return f"token {start + token}, layer {layer}, block {block} of {rank} is not that of prompt {prompt}"
 
     def prompt_of(self, transfer: TransferId, consumer: ConsumerId) -> int | None:
@@ -66,6 +72,13 @@ class Inspection:
             left.append(f"{self.world.network.fabric.under_way()} messages or pieces are under way")
         return left
 
+    def fits(self, source: PeerName, target: PeerName) -> bool:
+        """Whether the caches of two ranks' engines can be joined, for KV to go from the one to the other."""
+        ours, theirs = (
+            self.world.fleet.facts(self.world.network.engine_of(rank)).cache for rank in (source, target)
+        )
+        return ours.fits(theirs)
+
     @property
     def is_calm(self) -> bool:
         """Whether no fault of any kind may happen in this history."""
@@ -85,9 +98,14 @@ class Inspection:
         """Nothing lands later than so long after it was posted."""
         return self.world.shape.fabric.retry_bound_seconds
 
-    def block_tokens_of(self, rank: PeerName) -> int:
-        """Tokens per block of a rank's cache, in any life."""
-        return self.world.network.process(rank).slot.cache.groups[0].block_tokens
+    def groups_of(self, rank: PeerName) -> tuple[GroupShape, ...]:
+        """The cache groups of a rank, in any life."""
+        return tuple(part.shape for part in self.world.network.process(rank).slot.parts)
+
+    def content(self, rank: PeerName, group: int, blocks: Sequence[int]) -> npt.NDArray[np.uint32]:
+        """What lies in blocks of a cache group of a rank now, token by token."""
+        values = self.world.network.process(rank).slot.parts[group].values[list(blocks)]
+        return values.reshape(-1, *values.shape[2:])
 
     def limits_of(self, rank: PeerName) -> Limits:
         """The limits that a rank was started with, of any life."""

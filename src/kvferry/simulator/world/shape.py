@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from random import Random
 
 import msgspec
@@ -11,7 +13,7 @@ import msgspec
 from kvferry.ids import EngineId
 from kvferry.protocol.limits import Limits
 from kvferry.simulator.engine.facts import EngineFacts, Pace
-from kvferry.simulator.ground.arena import CacheShape
+from kvferry.simulator.ground.arena import CacheShape, GroupShape
 from kvferry.simulator.ground.options import Options
 from kvferry.transport.memory import FabricLimits, Link
 
@@ -23,6 +25,8 @@ STAGES = (1, 1, 2)
 HEADS = (1, 2, 4)
 BLOCK_SIZES = (2, 4, 4, 8)
 LARGEST = max(BLOCK_SIZES)
+WINDOWS = (1, 2, 3, 5, 6, 8, 9, 12, 17, 24, 33, 64)
+"""Of sliding windows in tokens: shorter than a block, shorter and longer than prompts."""
 ORDERS = ("LBHNC", "BLHNC", "BHLNC", "LBNHC")
 DECODE_TOKENS_MAX = 12
 UNHARMED_SHARE = 1 / 6
@@ -41,6 +45,8 @@ IDLE_SECONDS = 0.4
 """How soon that is."""
 CROWDED_SHARE = 0.25
 """Of all histories with small tables, those in which a rank may be linked to a few others only."""
+MISFIT_SHARE = 0.25
+"""Of histories of a model with windows, those with an engine that does not fit."""
 PULL_SHARES = (0.0, 0.0, 0.0, 0.5, 1.0)
 """Of a history's consumers, those that read themselves."""
 PART_BYTES = 160
@@ -62,6 +68,8 @@ class Ranges:
     """How likely it is that engines have both roles."""
     any_shape: bool = False
     """Whether each engine has sizes of its own, of one model."""
+    groups: bool = False
+    """Whether the model has sliding windows, and cache groups."""
     turns: bool = False
     """Whether prompts go on, and engines keep what they have decoded."""
 
@@ -72,6 +80,9 @@ RANGES = {
     "wide": Ranges((1, 8), (1, 8), (1, 2), (32, 64), (12, 40), (1, 60), (5.0, 20.0)),
     "tall": Ranges((1, 2), (1, 2), (4,), (24, 48), (4, 10), (1, 40), (2.0, 12.0)),
     "mixed": Ranges((1, 2), (1, 2), (1, 2, 4), (24, 48), (4, 10), (1, 40), (2.0, 12.0), any_shape=True),
+    "groups": Ranges(
+        (1, 2), (1, 2), (1, 1, 2, 4), (24, 48), (4, 10), (1, 40), (2.0, 12.0), any_shape=True, groups=True
+    ),
     "turns": Ranges((2, 3), (0, 0), (1, 2), (32, 64), (4, 10), (1, 40), (2.0, 12.0), 1.0, turns=True),
     "long": Ranges((1, 3), (1, 3), (1, 2), (32, 64), (30, 60), (1, 60), (30.0, 90.0)),
     "calm": Ranges((1, 2), (1, 2), (1, 1, 2), (24, 48), (4, 10), (1, 40), (2.0, 8.0)),
@@ -99,6 +110,18 @@ class Shape:
     """How likely it is that a consumer reads itself."""
     turn_tokens_max: int = 0
     """Of a prompt that goes on; 0 where none does."""
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Lengths of sliding windows in tokens."""
+        groups = (group for facts in self.engines for group in facts.cache.groups)
+        return tuple(sorted({group.window_tokens for group in groups if group.window_tokens}))
+
+    @property
+    def layers(self) -> int:
+        """Layers of all models."""
+        caches = [facts.cache for facts in self.engines]
+        return max((cache.model + 1) * cache.layers * len(cache.tables) for cache in caches)
 
 
 def draw(options: Options, random: Random, own: Random) -> Shape:
@@ -135,11 +158,10 @@ def draw(options: Options, random: Random, own: Random) -> Shape:
         links_max *= _ranks_max(ranges)
     if own.random() < CROWDED_SHARE and "table" in faults:
         engines = tuple(_with(facts, links_max=links_max, hellos_max=hellos_max) for facts in engines)
-    if ranges.any_shape:
-        engines = _of_any_shape(engines, ranges, random)
+    engines = _shaped(engines, ranges, faults, random)
     if ranges.turns and faults:
         engines = tuple(_keeping(facts, own) for facts in engines)
-    smallest = min(facts.cache.block_count * facts.cache.block_tokens for facts in engines)
+    smallest = min(facts.cache.token_count for facts in engines)
     turn_tokens_max = smallest - 40 if ranges.turns and faults else 0
     seconds = random.uniform(*ranges.seconds)
     longer = random.random() < 0.1
@@ -202,6 +224,19 @@ def _ranks_max(ranges: Ranges) -> int:
     return max(ranges.tp) * (max(STAGES) if ranges.any_shape else 1)
 
 
+def _shaped(
+    engines: tuple[EngineFacts, ...], ranges: Ranges, faults: frozenset[str], random: Random
+) -> tuple[EngineFacts, ...]:
+    """The engines, unlike each other where the world has such."""
+    if ranges.any_shape:
+        engines = _of_any_shape(engines, ranges, random)
+    if ranges.groups:
+        engines = _with_groups(engines, random)
+        if random.random() < MISFIT_SHARE and "misfit" in faults:
+            engines = _with_a_misfit(engines, random)
+    return engines
+
+
 def _of_any_shape(
     engines: tuple[EngineFacts, ...], ranges: Ranges, random: Random
 ) -> tuple[EngineFacts, ...]:
@@ -221,6 +256,49 @@ def _of_any_shape(
         )
         for facts in engines
     )
+
+
+def _with_groups(engines: tuple[EngineFacts, ...], random: Random) -> tuple[EngineFacts, ...]:
+    """The engines with the cache groups of one model; a window of 0 tokens looks at every one."""
+    one, other = random.sample(WINDOWS, 2)
+    windows = random.choice(((0, one), (0, one), (one, 0), (0, one, other), (one,), (one, other)))
+    common = random.choice(BLOCK_SIZES)
+    return tuple(_grouped(facts, windows, common, random) for facts in engines)
+
+
+def _grouped(facts: EngineFacts, windows: tuple[int, ...], common: int, random: Random) -> EngineFacts:
+    """The engine with these cache groups, and memory for as many tokens as it had.
+
+    Who hands windows over has blocks that are whole blocks of who receives them.
+    """
+    cache = facts.cache
+    sizes = (common,) if facts.produces and facts.consumes else (4, 8) if facts.produces else (2, 4)
+    groups = tuple(GroupShape(random.choice(sizes if window else BLOCK_SIZES), window) for window in windows)
+    tokens = cache.block_count * BLOCK_TOKENS
+    blocks = 1 + math.ceil(tokens * sum(Fraction(1, group.block_tokens) for group in groups))
+    cache = replace(cache, groups=groups, block_tokens=groups[0].block_tokens, block_count=blocks)
+    return replace(facts, cache=cache)
+
+
+def _with_a_misfit(engines: tuple[EngineFacts, ...], random: Random) -> tuple[EngineFacts, ...]:
+    """One of the engines has a cache that does not fit, to some of the others at least."""
+    index = random.randrange(len(engines))
+    cache = engines[index].cache
+    groups = list(cache.groups)
+    place = random.choice([place for place, group in enumerate(groups) if group.window_tokens])
+    size, window = groups[place].block_tokens, groups[place].window_tokens
+    kind = random.choice(("model", "heads", "window", "blocks"))
+    if kind == "model":
+        cache = replace(cache, model=1)
+    elif kind == "heads":
+        cache = replace(cache, heads=1 if cache.heads == 2 else 2)
+    else:
+        longer = window + random.choice((1, 3, 16))
+        sizes = (size, longer) if kind == "window" else (8 if size < 8 else 4, window)
+        groups[place] = GroupShape(*sizes)
+        cache = replace(cache, groups=tuple(groups), block_tokens=groups[0].block_tokens)
+    misfit = replace(engines[index], cache=cache)
+    return (*engines[:index], misfit, *engines[index + 1 :])
 
 
 def _limits(world: str, faults: frozenset[str], random: Random, *, slow: bool) -> Limits:

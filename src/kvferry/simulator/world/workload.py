@@ -14,6 +14,8 @@ from kvferry.ids import EngineId
 from kvferry.simulator.ground.content import Contents, Prompt
 from kvferry.simulator.world.shape import DECODE_TOKENS_MAX, Shape
 
+FITTING_SHARE = 1 / 6
+"""Of prompts for a model with windows, those that are as long as one, or differ by a token."""
 NEXT_TURN = 1000
 """A next turn's number is higher by this: it has none of its own by which it could be left out."""
 
@@ -97,12 +99,12 @@ def _item(shape: Shape, contents: Contents, number: int, random: Random, is_calm
     consumer = random.choice(others)
     family = random.randrange(2)
     shared = random.randrange(4, 24) if random.random() < 0.25 else 0
-    tokens = random.randint(*shape.tokens)
+    tokens = _length(shape, random)
     prompt = contents.add(tokens, family, shared)
     longer = random.randint(1, 8)
     decode_prompt = prompt
     if random.random() < 0.05 and "longer_prompt" in faults:
-        decode_prompt = contents.add(tokens + longer, family, shared)
+        decode_prompt = _longer(shape, contents, prompt, longer, shared)
     count = 2 if random.random() < 0.3 else 1
     late = [random.random() < 0.15 for _ in range(1 + count)]
     seconds = random.choice((0.05, 1.0, 8.0))
@@ -141,6 +143,23 @@ def _item(shape: Shape, contents: Contents, number: int, random: Random, is_calm
         modes=tuple("pull" if random.random() < shape.pull_share else "push" for _ in range(count)),
         goes_on_after_seconds=_next_turns(random) if shape.turn_tokens_max else (),
     )
+
+
+def _length(shape: Shape, random: Random) -> int:
+    """Tokens of a prompt."""
+    tokens = random.randint(*shape.tokens)
+    if shape.windows and random.random() < FITTING_SHARE:
+        fitting = random.choice(shape.windows) + random.choice((-1, 0, 1))
+        return min(max(fitting, 1), shape.tokens[1])
+    return tokens
+
+
+def _longer(shape: Shape, contents: Contents, prompt: Prompt, more: int, shared: int) -> Prompt:
+    """A longer prompt of the same family."""
+    if shape.windows:
+        # Their engines ask for a token less: what is longer by one is served, so it must begin as this one.
+        return contents.longer(prompt, prompt.tokens + more)
+    return contents.add(prompt.tokens + more, prompt.family, shared)
 
 
 def _next_turns(random: Random) -> tuple[float, ...]:

@@ -37,7 +37,7 @@ class World:
         self.shape = shape.draw(options, stream(seed, _SHAPE), stream(seed, _ENGINES))
         self.faults = self.shape.faults
         self.limits = self.shape.limits
-        self.contents = Contents(shape.LAYERS, self.shape.tokens_max)
+        self.contents = Contents(self.shape.layers, self.shape.tokens_max)
         self.ground = Ground(seed, self.contents, clocks_differ=self.shape.clocks_differ)
         self.fleet = Fleet(self.shape.engines)
         self.engines = self.fleet.lives

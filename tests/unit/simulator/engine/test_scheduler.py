@@ -22,6 +22,7 @@ from kvferry.simulator.engine.requests import Request, Status
 from kvferry.simulator.engine.scheduler import Host, Pace, Scheduler
 from kvferry.simulator.engine.steps import Joint, Step
 from kvferry.simulator.engine.tables import Tables
+from kvferry.simulator.ground.arena import GroupShape
 from kvferry.simulator.ground.content import Contents
 
 SOURCE = SourceParams(engine=EngineId("P"), host="127.0.0.1", port=1)
@@ -54,13 +55,14 @@ class Rig:
         self.contents = Contents(1, 64)
         self.scheduler = Scheduler(
             Pace(budget, 8, depth, 0.01, 0.0, 0.0),
-            Tables(self.pool, 4, defers),
+            Tables(self.pool, (GroupShape(4),), defers),
             Host(
                 SchedulerProducer(facts, pins),
                 consumer,
                 outcomes,
                 Starvation(10.0),
                 lambda: 0.0,
+                facts.received_stop,
                 skip=lambda request, reason: counter.skip(outcomes, request, reason),
                 count=lambda event: counter.end(outcomes, event),
                 turns=_no_turns(facts, pins),
@@ -176,7 +178,7 @@ def test_after_a_fenced_failure_what_is_good_is_kept() -> None:
     request = rig.decode("d", 10)
     rig.step()
     failed = Ended(0, "d", "peer_lost", failed=True)
-    rig.step(Joint(receiving=["d"], bad_blocks=set(request.blocks[1:]), events=[failed]))
+    rig.step(Joint(receiving=["d"], bad_blocks=set(request.blocks[0][1:]), events=[failed]))
     assert work_of(rig.step()) == [("d", 4, 10)]
     assert rig.counted == [("d", "failed")]
 

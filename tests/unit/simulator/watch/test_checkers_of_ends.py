@@ -48,7 +48,7 @@ def test_exact_bytes_from_received_to_the_end_of_decoding_hold() -> None:
     history = History(ContentIsExact)
     history.command(D0, receive([10, 11]))
     history.report(D0, Received(T, C, 64))
-    history.decode([10, 11], 8)
+    history.decode([10, 11], tokens=8)
     history.end_decode()
     history.oracle.wrong.add((D0, 10))
     assert history.finish() == []
@@ -82,14 +82,14 @@ def test_a_good_prefix_outside_of_the_registration_is_found() -> None:
 def test_decoding_from_wrong_bytes_on_one_rank_is_found() -> None:
     history = History(ContentIsExact, tp=2)
     history.oracle.wrong.add((D1, 9))
-    history.decode([9, 10, 11], 12)
+    history.decode([9, 10, 11], tokens=12)
     assert len(history.finish()) == 1
     assert D1 in history.found[0]
 
 
 def test_bytes_that_change_while_decoding_are_found() -> None:
     history = History(ContentIsExact)
-    history.decode([10, 11], 8)
+    history.decode([10, 11], tokens=8)
     history.oracle.wrong.add((D0, 11))
     history.end_decode()
     assert len(history.finish()) == 1
@@ -97,7 +97,7 @@ def test_bytes_that_change_while_decoding_are_found() -> None:
 
 def test_blocks_of_a_preempted_decode_are_not_looked_at_again() -> None:
     history = History(ContentIsExact)
-    history.decode([10, 11], 8)
+    history.decode([10, 11], tokens=8)
     history.give(CONSUMER, 11)
     history.oracle.wrong.add((D0, 11))
     history.end_decode()
@@ -106,7 +106,7 @@ def test_blocks_of_a_preempted_decode_are_not_looked_at_again() -> None:
 
 def test_the_requests_of_a_dead_engine_are_not_looked_at_again() -> None:
     history = History(ContentIsExact)
-    history.decode([10, 11], 8)
+    history.decode([10, 11], tokens=8)
     history.crash(CONSUMER)
     history.start(CONSUMER, history.consumers)
     history.oracle.wrong.add((D0, 11))
@@ -469,7 +469,7 @@ def test_each_promise_has_a_checker_behind_the_ledger() -> None:
     first, *others = checkers(FakeOracle())
     assert isinstance(first, Ledger)
     promises = [checker.promise for checker in others if checker.promise]
-    assert promises == [1, 2, 2, 2, 3, 3, 4, 5, 5, 6, 6, 6, 6, 7, 8, 6]
+    assert promises == [1, 2, 2, 2, 3, 3, 4, 5, 5, 5, 5, 6, 6, 6, 6, 7, 8, 6]
 
 
 def test_violations_are_bounded() -> None:

@@ -357,7 +357,7 @@ def test_nothing_is_given_up_that_nobody_wants_back() -> None:
 
 def test_an_engine_that_computes_gives_nothing_up() -> None:
     history = History(CalmSucceeds, calm=True)
-    history.decode([10, 11], 8, request="another")
+    history.decode([10, 11], tokens=8, request="another")
     history.command(D0, Relinquish(T, C))
     assert "after it has computed" in history.finish()[0]
     history.now += 10.0

@@ -132,7 +132,7 @@ class World:
             self.see(Reported(1.0, rank, Received(T, C, 64)))
 
     def decoding(self, consumer: ConsumerId = C) -> None:
-        self.see(DecodeStarted(1.0, CONSUMER, (D0, D1), consumer, 7, 8, (10, 11)))
+        self.see(DecodeStarted(1.0, CONSUMER, (D0, D1), consumer, 7, 8, ((10, 11),)))
 
 
 def at(stage: str) -> World:

@@ -143,7 +143,7 @@ LINES = [
     (ev.BlocksTaken(0.0, "D0", (3, 4), "r1"), "D0 blocks [3-4] taken by r1"),
     (ev.BlocksReturned(0.0, "D0", ()), "D0 blocks [none] free"),
     (
-        ev.DecodeStarted(0.0, "D0", (D_RANK,), "r1", 9, 12, (3, 4)),
+        ev.DecodeStarted(0.0, "D0", (D_RANK,), "r1", 9, 12, ((3, 4),)),
         "D0 request r1 decodes: 12 tokens of prompt 9 in [3-4]",
     ),
     (ev.DecodeEnded(0.0, "D0", "r1", preempted=True), "D0 request r1 is preempted"),

@@ -83,6 +83,42 @@ def test_an_engine_of_the_mixed_world_has_room_for_all_ranks_of_another() -> Non
         assert all(facts.limits.consumers_max >= ranks for facts in one.engines)
 
 
+def test_engines_of_the_groups_world_have_windows_of_one_model() -> None:
+    """Shorter than a block, longer than prompts, alone and beside layers that look at everything."""
+    worlds = drawn("groups", 200)
+    models = {tuple(group.window_tokens for group in one.engines[0].cache.groups) for one in worlds}
+    assert {len(model) for model in models} == {1, 2, 3}
+    assert {0 in model for model in models} == {True, False}
+    windows = {window for model in models for window in model if window}
+    assert min(windows) < min(shape.BLOCK_SIZES)
+    assert max(windows) > worlds[0].tokens[1]
+    unequal = sum(len({group.block_tokens for group in one.engines[0].cache.groups}) > 1 for one in worlds)
+    assert unequal > len(worlds) / 5
+    assert all(one.windows for one in worlds)
+    assert {one.windows for one in drawn("mixed")} == {()}
+
+
+def test_an_engine_that_fits_none_or_only_some_others_is_a_fault() -> None:
+    def misfits(one: shape.Shape) -> int:
+        caches = [facts.cache for facts in one.engines]
+        ways = [
+            (source.cache, target.cache)
+            for source in one.engines
+            for target in one.engines
+            if source is not target and source.produces and target.consumes
+        ]
+        assert len(caches) > 1
+        return sum(not source.fits(target) for source, target in ways)
+
+    worlds = drawn("groups", 200)
+    assert {bool(misfits(one)) for one in worlds if one.faults} == {True, False}
+    assert {misfits(one) for one in worlds if not one.faults} == {0}
+    assert {misfits(one) for one in drawn("mixed")} == {0}
+    models = [{facts.cache.model for facts in one.engines} for one in worlds]
+    assert {0, 1} in models
+    assert [one.layers for one, model in zip(worlds, models, strict=True) if model == {0, 1}]
+
+
 @pytest.mark.parametrize("world", ["small", "tall", "wide"])
 def test_engines_of_other_worlds_are_alike(world: str) -> None:
     for one in drawn(world):

@@ -19,6 +19,7 @@ from kvferry.simulator.watch.checkers.readers import LoansAreKept, OnlyKeptIsUse
 from kvferry.simulator.watch.checkers.sources import NoReadOfFreedSources
 from kvferry.simulator.watch.checkers.targets import NoLandingInFreedTargets
 from kvferry.simulator.watch.checkers.wakes import Wakes
+from kvferry.simulator.watch.checkers.windows import MisfitsAreRefused, OnlyTheWindowTravels
 
 __all__ = ["Checker", "Ledger", "Oracle", "checkers"]
 
@@ -40,6 +41,8 @@ def checkers(world: Oracle) -> list[Checker]:
         NoOverlappingWrites(ledger),
         ContentIsExact(ledger, world),
         OnlyKeptIsUsed(ledger, world),
+        OnlyTheWindowTravels(ledger, world),
+        MisfitsAreRefused(world),
         EveryTransferEndsOnce(ledger),
         EndsWithinBounds(ledger, letters, wakes, world),
         TravellingIsKept(ledger, letters),

@@ -4,12 +4,17 @@ the code under test."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from kvferry.ids import ConsumerId, PeerName, TransferId
 from kvferry.protocol.limits import Limits
+from kvferry.simulator.ground.arena import GroupShape
 from kvferry.simulator.ground.events import Observed
 from kvferry.simulator.ground.outcome import Violation
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 VIOLATIONS_MAX = 20
 """Per checker and history; a broken promise tends to break again, and the first break is what matters."""
@@ -35,8 +40,8 @@ class Oracle(Protocol):
         """Nothing lands later than so long after it was posted."""
         ...
 
-    def block_tokens_of(self, rank: PeerName) -> int:
-        """Tokens per block of a rank's cache, in any life."""
+    def groups_of(self, rank: PeerName) -> Sequence[GroupShape]:
+        """The cache groups of a rank, in any life."""
         ...
 
     def limits_of(self, rank: PeerName) -> Limits:
@@ -47,12 +52,20 @@ class Oracle(Protocol):
         """Seconds on a rank's clock per true second."""
         ...
 
+    def fits(self, source: PeerName, target: PeerName) -> bool:
+        """Whether the caches of two ranks' engines can be joined, for KV to go from the one to the other."""
+        ...
+
+    def content(self, rank: PeerName, group: int, blocks: Sequence[int]) -> npt.NDArray[np.uint32]:
+        """What lies in blocks of a cache group of a rank now, token by token."""
+        ...
+
     def mismatch(
-        self, rank: PeerName, prompt: int, start: int, stop: int, blocks: Sequence[int]
+        self, rank: PeerName, prompt: int, group: int, start: int, stop: int, blocks: Sequence[int]
     ) -> str | None:
         """How tokens `[start, stop)` in `blocks` of a living rank differ from `prompt`'s content.
 
-        `blocks[0]` holds token `start`, a multiple of the block size. None when they are equal.
+        `blocks[0]` is the block of a cache group that has token `start`. None when they are equal.
         """
         ...
 

@@ -30,6 +30,8 @@ class ContentIsExact(Checker):
         self._ledger = ledger
         self._oracle = oracle
         self._decoding: dict[tuple[EngineId, str], DecodeStarted] = {}
+        self._passed: dict[tuple[EngineId, str], set[int]] = {}
+        """Blocks that windows have moved on from since decoding started."""
         super().__init__()
 
     def handlers(self) -> Handlers:
@@ -58,14 +60,16 @@ class ContentIsExact(Checker):
                 text = f"{event.rank} calls {result.consumer} good until token {stop}"
                 self.broken(event.at_seconds, f"{text}, outside of [{opening.start}, {opening.stop})")
                 return
-        if stop > opening.start:
-            found = self._oracle.mismatch(event.rank, prompt, opening.start, stop, opening.blocks)
+        for group, first, blocks in opening.needed(self._oracle.groups_of(event.rank), stop):
+            found = self._oracle.mismatch(event.rank, prompt, group, first, stop, blocks)
             if found is not None:
-                text = f"{event.rank} calls tokens [{opening.start}, {stop}) of {result.consumer} good"
+                text = f"{event.rank} calls tokens [{first}, {stop}) of {result.consumer} good"
                 self.broken(event.at_seconds, f"{text} ({type(result).__name__}): {found}")
+                return
 
     def _started(self, event: DecodeStarted) -> None:
         self._decoding[event.engine, event.request] = event
+        self._passed.pop((event.engine, event.request), None)
         self._compare(event, event.at_seconds, "starts decoding from")
 
     def _ended(self, event: DecodeEnded) -> None:
@@ -76,16 +80,31 @@ class ContentIsExact(Checker):
     def _returned(self, event: BlocksReturned) -> None:
         freed = set(event.blocks)
         for key, started in list(self._decoding.items()):
-            if key[0] == event.engine and not freed.isdisjoint(started.blocks):
-                del self._decoding[key]
+            if key[0] != event.engine:
+                continue
+            shapes = self._oracle.groups_of(started.ranks[0])
+            for shape, table in zip(shapes, started.blocks, strict=True):
+                if shape.window_tokens:
+                    self._passed.setdefault(key, set()).update(freed.intersection(table))
+                elif not freed.isdisjoint(table):
+                    del self._decoding[key]
+                    break
 
     def _crashed(self, event: EngineCrashed) -> None:
         for key in [key for key in self._decoding if key[0] == event.engine]:
             del self._decoding[key]
 
     def _compare(self, event: DecodeStarted, at_seconds: float, verb: str) -> None:
+        passed = self._passed.get((event.engine, event.request), ())
         for rank in event.ranks:
-            found = self._oracle.mismatch(rank, event.prompt, 0, event.tokens, event.blocks)
-            if found is not None:
-                text = f"{event.request} {verb} KV that is not its own on {rank}"
-                self.broken(at_seconds, f"{text}: {found}")
+            for group, shape in enumerate(self._oracle.groups_of(rank)):
+                first = shape.first_token(event.tokens)
+                blocks = event.blocks[group][first // shape.block_tokens :]
+                while blocks and blocks[0] in passed:
+                    first += shape.block_tokens - first % shape.block_tokens
+                    blocks = blocks[1:]
+                found = self._oracle.mismatch(rank, event.prompt, group, first, event.tokens, blocks)
+                if found is not None:
+                    text = f"{event.request} {verb} KV that is not its own on {rank}"
+                    self.broken(at_seconds, f"{text}: {found}")
+                    break

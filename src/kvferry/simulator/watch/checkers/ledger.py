@@ -7,7 +7,7 @@ fenced `ReceiveFailed` or `BlocksSafe` closes. On a producer's rank `Advance` ma
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.handoff import TransferMode
@@ -24,6 +24,7 @@ from kvferry.protocol.commands import (
     ReceiveFailed,
     Released,
 )
+from kvferry.simulator.ground.arena import GroupShape
 from kvferry.simulator.ground.events import (
     BlocksReturned,
     BlocksTaken,
@@ -37,6 +38,8 @@ from kvferry.simulator.watch.checkers.base import Checker, Handlers
 
 OpeningKey = tuple[PeerName, TransferId, ConsumerId]
 HoldingKey = tuple[PeerName, TransferId]
+Tables = tuple[tuple[int, ...], ...]
+"""Block ids by cache group."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,19 +52,41 @@ class Opening:
     start: int
     stop: int
     blocks: tuple[int, ...]
+    """Of all cache groups."""
+    groups: Tables
+    """The last blocks before `stop`, by cache group."""
     mode: TransferMode = "push"
     failed: bool = False
     """Its rank has told its end, but not yet that nobody writes."""
     closed: bool = False
+
+    def needed(self, shapes: Sequence[GroupShape], until: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        """What of the tokens before `until` it is opened for, in each group of which there is any.
+
+        The group, the first of these tokens, and the listed blocks from that token's on; of a window only the
+        tokens that the engine looks at when it goes on behind `stop`.
+        """
+        for index, (shape, blocks) in enumerate(zip(shapes, self.groups, strict=True)):
+            first = max(self.start, shape.first_token(self.stop))
+            if first < until:
+                listed_from = shape.blocks(self.stop) - len(blocks)
+                place = first // shape.block_tokens - listed_from
+                yield index, first, blocks[place:] if place >= 0 else ()
 
 
 @dataclass(slots=True, eq=False)
 class Lot:
     """Source blocks of one transfer on one rank, from its first block to a preemption or its end."""
 
-    blocks: list[int] = field(default_factory=list)
+    groups: list[list[int]] = field(default_factory=list)
+    """By cache group, from the request's first token on; negative where a group has no block."""
     preempted: bool = False
     given_back: bool = False
+
+    @property
+    def blocks(self) -> set[int]:
+        """Blocks of all groups."""
+        return set().union(*self.groups)
 
 
 @dataclass(slots=True, eq=False)
@@ -200,6 +225,7 @@ class Ledger(Checker):
             command.start,
             command.stop,
             expanded(command.groups),
+            by_group(command.groups),
             command.mode,
         )
         self.openings.setdefault((rank, command.transfer, command.consumer), []).append(opening)
@@ -213,12 +239,15 @@ class Ledger(Checker):
         if command.first_block == 0 and lot.preempted:
             holding.draining.append(lot)
             lot = holding.lot = Lot()
-        del lot.blocks[command.first_block :]
-        fresh = expanded(command.blocks)
-        lot.blocks.extend(fresh)
         held = self.held.setdefault(rank, {})
-        for block in fresh:
-            held[block] = [*self.lots_with(rank, block), lot]
+        for index, fresh in enumerate(by_group(command.blocks)):
+            if index == len(lot.groups):
+                lot.groups.append([])
+            del lot.groups[index][command.first_of(index) :]
+            lot.groups[index].extend(fresh)
+            for block in fresh:
+                if block >= 0:
+                    held[block] = [*self.lots_with(rank, block), lot]
 
     def _preempt(self, rank: PeerName, command: Preempt) -> None:
         lots: list[Lot] = []
@@ -292,7 +321,7 @@ class Ledger(Checker):
 
 def _read_from(holding: Holding, blocks: set[int]) -> tuple[Lot, ...]:
     """Whose blocks a write reads: a request that resumes may hit its own old blocks in the prefix cache."""
-    if not holding.lot.given_back and blocks <= set(holding.lot.blocks):
+    if not holding.lot.given_back and blocks <= holding.lot.blocks:
         return (holding.lot,)
     return tuple(lot for lot in holding.lots() if not blocks.isdisjoint(lot.blocks))
 
@@ -300,6 +329,11 @@ def _read_from(holding: Holding, blocks: set[int]) -> tuple[Lot, ...]:
 def _give_back(lots: Iterable[Lot]) -> None:
     for lot in lots:
         lot.given_back = True
+
+
+def by_group(groups: Groups) -> Tables:
+    """Block ids of each group's spans, in order."""
+    return tuple(expanded((spans,)) for spans in groups)
 
 
 def expanded(groups: Groups) -> tuple[int, ...]:

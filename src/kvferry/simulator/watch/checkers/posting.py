@@ -33,7 +33,7 @@ class PostedUnderPermission(Checker):
             return
         if opening.closed:
             self._broken(event, f"the registration of {opening.consumer} has ended")
-        readable = {block for lot in write.lots for block in lot.blocks}
+        readable = set().union(*(lot.blocks for lot in write.lots))
         lost = [block for block in event.source_blocks if block not in readable]
         if lost:
             self._broken(event, f"source blocks {lost} are not held for the transfer of {opening.consumer}")

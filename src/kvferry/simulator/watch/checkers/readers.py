@@ -6,6 +6,7 @@ the messages: an offer names a mark of the reader's own, and the history knows w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -174,8 +175,13 @@ class OnlyKeptIsUsed(Checker):
         if not isinstance(result, Received | ReceiveFailed) or opening is None or opening.mode != "pull":
             return
         good_until = opening.stop if isinstance(result, Received) else result.valid_until
-        count = -(-(good_until - opening.start) // self._oracle.block_tokens_of(event.rank))
-        for block in opening.blocks[: max(count, 0)]:
+        shapes = self._oracle.groups_of(event.rank)
+        for index, first, blocks in opening.needed(shapes, good_until):
+            count = shapes[index].blocks(good_until) - first // shapes[index].block_tokens
+            self._look(event, opening, blocks[:count])
+
+    def _look(self, event: Reported, opening: Opening, blocks: Sequence[int]) -> None:
+        for block in blocks:
             key = self._last.get((event.rank, block))
             if key is None or self._ledger.writes[key].opening is not opening:
                 self.broken(event.at_seconds, f"{event.rank} calls block {block} good and has never read it")
