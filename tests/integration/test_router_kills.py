@@ -1,9 +1,9 @@
 """Each of two prefill and two decode engines is killed and started again under load, behind one router.
 
 Goal: a client sees only what no retry could have saved: a stream that had begun at the engine that died.
-Method: emulated engines, whole requests and streams at random moments for as long as it takes; one engine after
-the other is killed in the moment when it serves something. While it is away there is another of its role, so
-whoever has got no byte yet is to be served.
+Method: emulated engines, whole requests and streams at random moments for as long as it takes; one engine
+after the other is killed in the moment when it serves something. While it is away there is another of its
+role, so whoever has got no byte yet is to be served.
 """
 
 from __future__ import annotations
