@@ -1,9 +1,9 @@
 """Each of two prefill and two decode engines is killed and started again under load, behind one router.
 
 Goal: a client sees only what no retry could have saved: a stream that had begun at the engine that died.
-Method: emulated engines, whole requests and streams at a fixed rate for as long as it takes; one engine after
-the other is killed in the moment when it serves something. While it is away there is another of its role, so
-whoever has got no byte yet is to be served.
+Method: emulated engines, whole requests and streams at random moments for as long as it takes; one engine
+after the other is killed in the moment when it serves something. While it is away there is another of its
+role, so whoever has got no byte yet is to be served.
 """
 
 from __future__ import annotations
@@ -118,11 +118,12 @@ async def under_load(fleet: Live, client: Client) -> tuple[list[Outcome], list[A
     kills = asyncio.create_task(kill_each(fleet))
     chance = Random(7)
     requests: list[asyncio.Task[Outcome]] = []
-    began = time.monotonic()
+    began = due = time.monotonic()
     while not kills.done() or time.monotonic() < began + SECONDS:
         requests.append(asyncio.create_task(ask(fleet, client, len(requests), chance)))
         # On schedule, whatever is late.
-        await asyncio.sleep(began + len(requests) / REQUESTS_PER_SECOND - time.monotonic())
+        due += chance.expovariate(REQUESTS_PER_SECOND)
+        await asyncio.sleep(due - time.monotonic())
     return await asyncio.gather(*requests), kills.result()
 
 
