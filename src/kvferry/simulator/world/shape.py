@@ -154,8 +154,9 @@ def draw(options: Options, random: Random, own: Random) -> Shape:
         engines = tuple(_with(facts, idle_seconds=IDLE_SECONDS) for facts in engines)
     links_max, hellos_max = own.choice((1, 1, 2)), own.choice((1, 1024))
     if ranges.any_shape:
-        # One rank may be linked to every rank of an engine, and has no room for another one then.
-        links_max *= _ranks_max(ranges)
+        # One rank may be linked to every rank of an engine, and has no room for another one then. Once it has
+        # given these links up it must know all of them again, or each would be found out by a failure.
+        links_max, hellos_max = links_max * _ranks_max(ranges), hellos_max * _ranks_max(ranges)
     if own.random() < CROWDED_SHARE and "table" in faults:
         engines = tuple(_with(facts, links_max=links_max, hellos_max=hellos_max) for facts in engines)
     engines = _shaped(engines, ranges, faults, random)
