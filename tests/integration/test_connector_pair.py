@@ -88,6 +88,7 @@ UNEQUAL = [
     ({"block_tokens": 16}, {"block_tokens": 32}),
     ({"block_tokens": 32}, {"block_tokens": 16}),
     ({"block_tokens": 16, "ranks": 2}, {"block_tokens": 48}),
+    ({"kernel_tokens": 8}, {"block_tokens": 32, "kernel_tokens": 16}),
 ]
 
 
@@ -179,6 +180,7 @@ WINDOWED = [
     ({"block_tokens": 32}, {"block_tokens": 16}),
     ({"window_block_tokens": 32}, {"window_block_tokens": 16}),
     ({"window_block_tokens": 48}, {"window_block_tokens": 16}),
+    ({"window_block_tokens": 32, "kernel_tokens": 16}, {"kernel_tokens": 8}),
 ]
 
 

@@ -67,7 +67,7 @@ class Member:
     def __init__(self, name: str, model: Path, fabric: MemoryFabric, book: Phonebook, shape: Shape) -> None:
         self.shape = shape
         self.caches: list[dict[str, torch.Tensor]] = []
-        """`[block, head, token, content]` of each layer, by rank; of cache groups, over each other."""
+        """`[kernel block, head, token, content]` of each layer, by rank; of cache groups, over each other."""
         self.agents: list[Agent] = []
         self.peers: list[PeerName] = []
         entries = []
@@ -116,7 +116,8 @@ class Member:
             ]
             for place, name in enumerate(stages[rank.pp]):
                 # A block belongs to one group at a time, so that their layers lie over each other.
-                sizes = shape.blocks, len(held), block_tokens, shape.content_size
+                ratio = shape.ratio(block_tokens)
+                sizes = shape.blocks * ratio, len(held), block_tokens // ratio, shape.content_size
                 tensors[name] = memory.setdefault((place, block_tokens), torch.zeros(sizes))
             tables.append(Table(stages[rank.pp], block_tokens, window, stages=tuple(stages)))
         self.caches.append(tensors)
@@ -148,7 +149,10 @@ class Member:
             ):
                 # The first token that is computed looks at as many before it as its window has, with itself.
                 seen = slice(max(stop - count + 1 - window, 0) if window else 0, stop - count)
-                block, slot = torch.tensor(ids)[positions // size], positions % size
+                ratio = self.shape.ratio(size)
+                kernel = size // ratio
+                block = torch.tensor(ids)[positions // size] * ratio + positions % size // kernel
+                slot = positions % kernel
                 for layer in layers:
                     if layer not in self.caches[rank]:
                         continue

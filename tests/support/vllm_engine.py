@@ -97,6 +97,8 @@ class Shape:
     """What its ranks say of their caches."""
     window_block_tokens: int = 0
     """Its block size; 0: that of the first."""
+    kernel_tokens: int = 0
+    """Tokens of a block of the attention kernel; 0: the engine's blocks are the kernel's."""
     extra: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -118,6 +120,10 @@ class Shape:
         """The layers of a pipeline stage."""
         count = len(LAYERS) // self.stages
         return LAYERS[stage * count : (stage + 1) * count]
+
+    def ratio(self, block_tokens: int) -> int:
+        """Kernel blocks in a block of the engine."""
+        return block_tokens // (self.kernel_tokens or block_tokens)
 
     @property
     def groups(self) -> tuple[tuple[tuple[str, ...], int, int], ...]:
@@ -244,7 +250,8 @@ class Engine:
                 rank=rank,
                 block_tokens=self.shape.block_tokens,
                 can_start_over=compat.can_fail_receives(),
-                ratios=(1,) * len(sizes),
+                group_tokens=tuple(size for _, size, _ in self.shape.groups),
+                ratios=tuple(self.shape.ratio(size) for _, size, _ in self.shape.groups),
                 keeps_good_prefixes=self.side._facts.keeps_good_prefixes,
             )
             for rank, agent in enumerate(agents)
