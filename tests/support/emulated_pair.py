@@ -19,6 +19,7 @@ from kvferry.cli.emulated import SERVED_NAME, EmulatedEngine, write_emulated_mod
 from kvferry.cli.engines import KV_ROLES
 from kvferry.cli.fleet import Fleet
 from kvferry.cli.ports import free_ports
+from kvferry.emulator.presets import DEFAULT
 
 STARTUP_SECONDS = 240.0
 REQUEST_SECONDS = 90.0
@@ -64,14 +65,16 @@ class EmulatedPair:
         lines = (self.files / f"{engine}.jsonl").read_text().splitlines()
         return [row for row in map(json.loads, lines) if row["kind"] == kind]
 
-    def answers(self, lengths: list[int], output_tokens: int = 4) -> list[Answer]:
-        """Send prompts of these lengths, all at once, and wait for their answers."""
-        return asyncio.run(self._answers(lengths, output_tokens))
+    def answers(self, lengths: list[int], output_tokens: int = 4, mode: str = "push") -> list[Answer]:
+        """Send prompts of these lengths, all at once, and wait for their answers; `mode` is kvferry's."""
+        return asyncio.run(self._answers(lengths, output_tokens, mode))
 
-    async def _answers(self, lengths: list[int], output_tokens: int) -> list[Answer]:
+    async def _answers(self, lengths: list[int], output_tokens: int, mode: str) -> list[Answer]:
         timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             source = await self._source(session)
+            if self.connector == "FerryConnector":
+                source = {**source, "transfer_mode": mode}
             legs = [
                 self._answer(session, source, _prompt(length, salt), output_tokens)
                 for salt, length in enumerate(lengths)
@@ -117,7 +120,7 @@ def emulated_pair(
     connector: str, files: Path, *, prefill: Mapping[str, Any] | None = None, **engine: Any
 ) -> Iterator[EmulatedPair]:
     """Start a pair; `prefill` has the emulator's options for that engine alone, `engine` is both's."""
-    write_emulated_model(files / "model", preset=engine.get("preset", "qwen3-32b-unsaturated"))
+    write_emulated_model(files / "model", preset=engine.get("preset", DEFAULT))
     ports = free_ports(4)
     specs = []
     for at, (name, role) in enumerate(KV_ROLES.items()):
@@ -132,6 +135,8 @@ def emulated_pair(
             options={**engine.get("options", {}), **options},
             cache_bytes=engine.get("cache_bytes", 768 << 20),
             step_tokens=engine.get("step_tokens", 2048),
+            ranks=engine.get("ranks", (1, 1))[at],
+            preset=engine.get("preset", DEFAULT),
             environment={
                 "KVFERRY_TESTING": "1",
                 "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",

@@ -28,6 +28,7 @@ CLASSES = {
     "--distributed-executor-backend": "kvferry.emulator.executor.EmulatedExecutor",
     "--scheduler-cls": "kvferry.emulator.scheduler.EmulatedScheduler",
 }
+RANKS_EXECUTOR = "kvferry.emulator.executor.EmulatedRanksExecutor"
 SERVED_NAME = "emulated"
 CONTENT_SCALE_DEFAULT = 4
 CACHE_BYTES_DEFAULT = 2 << 30
@@ -88,6 +89,8 @@ class EmulatedEngine:
     step_tokens: int = 8192
     """Most tokens that one step computes: the chunk of a chunked prefill."""
     context_tokens_max: int = 32768
+    ranks: int = 1
+    """Tensor-parallel ones, of a preset with MLA."""
     prefix_caching: bool = False
     more_arguments: tuple[str, ...] = ()
     """For vLLM; they win."""
@@ -99,14 +102,16 @@ class EmulatedEngine:
     @property
     def additional_config(self) -> dict[str, Any]:
         """`--additional-config`."""
-        return {KEY: {"preset": self.preset, "content_scale": self.content_scale, **self.options}}
+        keys: dict[str, Any] = {"preset": self.preset, "content_scale": self.content_scale}
+        if preset_of(self.preset).shape.is_latent:
+            keys["step_tokens"] = self.step_tokens
+        return {KEY: {**keys, **self.options}}
 
     @property
     def arguments(self) -> tuple[str, ...]:
         """What makes vLLM emulate, whatever its model directory, address and connector."""
-        classes = [word for pair in CLASSES.items() for word in pair]
         return (
-            *classes,
+            *self._classes,
             "--additional-config",
             json.dumps(self.additional_config),
             "--enforce-eager",
@@ -120,6 +125,14 @@ class EmulatedEngine:
             str(self.context_tokens_max),
             "--enable-prefix-caching" if self.prefix_caching else "--no-enable-prefix-caching",
         )
+
+    @property
+    def _classes(self) -> list[str]:
+        if self.ranks == 1:
+            return [word for pair in CLASSES.items() for word in pair]
+        named = CLASSES | {"--distributed-executor-backend": RANKS_EXECUTOR}
+        sizes = {"--tensor-parallel-size": str(self.ranks)}
+        return [word for pair in (named | sizes).items() for word in pair]
 
     def server(self, model: Path, port: int, log: Path) -> ServerSpec:
         """The server process, for a model directory that `write_emulated_model` has made."""
@@ -150,6 +163,8 @@ class EmulatedEngine:
             "VLLM_HOST_IP": "127.0.0.1",
             # Nothing is computed here; a pool of threads would only take cores.
             "OMP_NUM_THREADS": "1",
+            # Several ranks would be bound to a NUMA node each.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             **self.environment,
         }
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 LAYER_NAME = "model.layers.{index}.self_attn.attn"
@@ -75,9 +75,9 @@ def add_layers(vllm_config: Any, offered: tuple[str, ...]) -> None:
     """Put the model's layers where vLLM looks for them."""
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     EmulatedBackend.offered = offered
-    spec = FullAttentionSpec(
+    spec = (MLAAttentionSpec if model.use_mla else FullAttentionSpec)(
         block_size=cache.block_size,
-        num_kv_heads=model.get_num_kv_heads(parallel),
+        num_kv_heads=1 if model.use_mla else model.get_num_kv_heads(parallel),
         head_size=model.get_head_size(),
         dtype=model.dtype,
     )

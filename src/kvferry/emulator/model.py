@@ -22,7 +22,7 @@ def model_config(
     """
     head = shape.scaled_head_elements(content_scale)
     hidden = head * shape.query_heads
-    return {
+    config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "dtype": "bfloat16",
@@ -43,4 +43,24 @@ def model_config(
         "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 2,
+    }
+    return config | _latent(shape, content_scale) if shape.is_latent else config
+
+
+def _latent(shape: Shape, content_scale: int) -> dict[str, Any]:
+    """What makes vLLM see MLA: DeepSeek's fields, every layer dense, for nothing is computed."""
+    rotated = shape.rotated_elements // content_scale
+    return {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": shape.query_heads,
+        "head_dim": rotated,
+        "q_lora_rank": None,
+        "kv_lora_rank": shape.scaled_head_elements(content_scale) - rotated,
+        "qk_nope_head_dim": 2 * rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": 2 * rotated,
+        "first_k_dense_replace": shape.layers,
+        "n_routed_experts": 2,
+        "moe_layer_freq": 1,
     }

@@ -35,6 +35,7 @@ class _Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     link: dict[str, float] | None = None
     content_scale: int = 1
     patience_microseconds: int | None = PATIENCE_MICROSECONDS
+    step_tokens: int | None = None
     layouts: list[str] | None = None
     verify: Verify = "stamps"
     fragmentation: Fragmentation = "churned"
@@ -57,6 +58,8 @@ class Options:
     """Bytes of the emulated device per byte of this cache; only the link needs it."""
     patience_microseconds: int | None
     """How long NIXL's progress thread sleeps between its rounds; None leaves it spinning on a core."""
+    step_tokens: int | None
+    """Most tokens per step of a model with MLA; vLLM's CPU platform overrides what vLLM itself was told."""
     layouts: tuple[str, ...]
     """Memory orders that the attention backend offers, the preferred one first."""
     verify: Verify
@@ -89,7 +92,8 @@ def read_options(additional_config: object, environment: Mapping[str, str] = os.
             costs=_overridden("costs", preset.costs, keys.costs, Costs),
             link=_overridden("link", preset.link, keys.link, Link),
             content_scale=_least("content_scale", keys.content_scale, 1),
-            patience_microseconds=_patience(keys.patience_microseconds),
+            patience_microseconds=_unset_or_positive("patience_microseconds", keys.patience_microseconds),
+            step_tokens=_unset_or_positive("step_tokens", keys.step_tokens),
             layouts=_layouts(keys.layouts),
             verify=keys.verify,
             fragmentation=keys.fragmentation,
@@ -128,8 +132,8 @@ def _layouts(given: list[str] | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(given))
 
 
-def _patience(microseconds: int | None) -> int | None:
-    return None if microseconds is None else _least("patience_microseconds", microseconds, 1)
+def _unset_or_positive(key: str, value: int | None) -> int | None:
+    return None if value is None else _least(key, value, 1)
 
 
 def _corrupt_block(block: int | None, environment: Mapping[str, str]) -> int | None:

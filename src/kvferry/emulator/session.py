@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from kvferry.emulator.compat import transfer_reports
@@ -74,9 +75,9 @@ class Verdicts:
 
 
 class Session:
-    """One engine's, in this process."""
+    """One engine's, in this process. A rank in a process of its own (`rank`) has files of its own, too."""
 
-    def __init__(self, vllm_config: Any) -> None:
+    def __init__(self, vllm_config: Any, rank: int | None = None) -> None:
         transfer = vllm_config.kv_transfer_config
         self.options = read_options(vllm_config.additional_config)
         self.meter = Meter()
@@ -87,14 +88,15 @@ class Session:
             "engine": None if transfer is None else transfer.engine_id,
             "connector": None if transfer is None else transfer.kv_connector,
             "role": None if transfer is None else transfer.kv_role,
+            "rank": rank,
             "preset": self.options.preset,
             "verify": self.options.verify,
             "pid": os.getpid(),
         }
         try:
             self.journal = Journal(
-                self.options.journal,
-                self.options.report,
+                _named(self.options.journal, rank),
+                _named(self.options.report, rank),
                 report=self._report,
                 snapshot=self._snapshot,
                 rows_max=self.options.journal_rows_max,
@@ -170,13 +172,23 @@ class Session:
         }
 
 
-def session_of(vllm_config: Any) -> Session:
+def session_of(vllm_config: Any, rank: int | None = None) -> Session:
     """The session of the engine with this configuration; scheduler and worker get the same one.
+
+    A worker in another process than the scheduler's says which rank it is.
 
     Raises:
         UsageError: its options make no sense, or a file cannot be written.
     """
     key = vllm_config.instance_id
     if key not in _sessions:
-        _sessions[key] = Session(vllm_config)
+        _sessions[key] = Session(vllm_config, rank)
     return _sessions[key]
+
+
+def _named(file: str | None, rank: int | None) -> str | None:
+    """`decode.json` is `decode-rank1.json` for rank 1."""
+    if file is None or rank is None:
+        return file
+    path = Path(file)
+    return str(path.with_name(f"{path.stem}-rank{rank}{path.suffix}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ class EmulatedWorker(Worker):
     def init_device(self) -> None:
         """Make the groups that connectors ask for their ranks, and the runner."""
         self.device = torch.device("cpu")
+        # Names the shared memory of the ranks of one engine, by what they have in common; see `CPUWorker`.
+        os.environ["VLLM_DIST_IDENT"] = str(self.distributed_init_method).rpartition("/")[2].replace(":", "-")
         init_worker_distributed_environment(
             self.vllm_config,
             self.rank,
@@ -28,7 +31,8 @@ class EmulatedWorker(Worker):
             self.local_rank,
             current_platform.dist_backend,
         )
-        self._session = session_of(self.vllm_config)
+        ranks = self.vllm_config.parallel_config.world_size
+        self._session = session_of(self.vllm_config, self.rank if ranks > 1 else None)
         if self.vllm_config.kv_transfer_config is not None:
             options = self._session.options
             install(

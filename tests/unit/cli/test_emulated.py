@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from kvferry.cli import main
-from kvferry.cli.emulated import EmulatedEngine, write_emulated_model
+from kvferry.cli.emulated import RANKS_EXECUTOR, EmulatedEngine, write_emulated_model
 from kvferry.emulator.options import KEY, read_options
 from kvferry.errors import UsageError
 
@@ -99,3 +99,16 @@ def test_without_a_connector_there_is_no_transfer_configuration(tmp_path: Path) 
 def test_options_that_make_no_sense_are_refused_before_a_process_starts(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="emulator"):
         EmulatedEngine(name="e", transfer=None, options=options)
+
+
+def test_a_model_with_mla_is_one_to_vllm_too(tmp_path: Path) -> None:
+    """A latent of 576 elements, four times smaller; whatever vLLM's platform does to the size of a step."""
+    write_emulated_model(tmp_path, preset="deepseek-v2-lite-h200", content_scale=4)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["DeepseekV2ForCausalLM"]
+    assert (config["kv_lora_rank"], config["qk_rope_head_dim"]) == (128, 16)
+    engine = EmulatedEngine(name="d", transfer=None, preset="deepseek-v2-lite-h200", step_tokens=512, ranks=2)
+    command = engine.command(tmp_path, 1)
+    assert option(command, "--tensor-parallel-size") == "2"
+    assert option(command, "--distributed-executor-backend") == RANKS_EXECUTOR
+    assert read_options(json.loads(option(command, "--additional-config"))).step_tokens == 512

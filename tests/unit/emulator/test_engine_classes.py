@@ -8,34 +8,47 @@ from typing import Any
 import pytest
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from kvferry.cli.emulated import CLASSES
+from kvferry.cli.emulated import CLASSES, RANKS_EXECUTOR
 from kvferry.emulator.attention import EmulatedBackend
 from kvferry.emulator.baseline import ResidentConnector
-from kvferry.emulator.executor import EmulatedExecutor
+from kvferry.emulator.executor import EmulatedExecutor, EmulatedRanksExecutor
 from kvferry.emulator.worker import EmulatedWorker
 from kvferry.errors import UsageError
 
 
-def config(**parallel: Any) -> Any:
+def config(*, mla: bool = False, **parallel: Any) -> Any:
     sizes = {"world_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, **parallel}
     return SimpleNamespace(
         additional_config={},
         parallel_config=SimpleNamespace(**sizes),
-        scheduler_config=SimpleNamespace(async_scheduling=False),
+        scheduler_config=SimpleNamespace(
+            async_scheduling=False,
+            enable_chunked_prefill=False,
+            max_num_batched_tokens=32768,
+            max_num_scheduled_tokens=32768,
+        ),
+        model_config=SimpleNamespace(use_mla=mla),
+        compilation_config=SimpleNamespace(custom_ops=["all"]),
     )
 
 
-def started(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def started(
+    vllm_config: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: Any = EmulatedExecutor,
+    base: Any = UniProcExecutor,
+) -> list[bool]:
     """Start an executor; whether scheduling was asynchronous when vLLM's own part began."""
     seen: list[bool] = []
 
     def begin(self: Any) -> None:
         seen.append(self.vllm_config.scheduler_config.async_scheduling)
 
-    monkeypatch.setattr(UniProcExecutor, "_init_executor", begin)
-    executor = EmulatedExecutor.__new__(EmulatedExecutor)
+    monkeypatch.setattr(base, "_init_executor", begin)
+    executor = kind.__new__(kind)
     executor.vllm_config = vllm_config
     executor._init_executor()
     return seen
@@ -45,6 +58,7 @@ def test_the_names_that_the_command_line_gives_are_those_of_the_classes() -> Non
     found = [resolve_obj_by_qualname(name) for name in CLASSES.values()]
     assert found[:2] == [EmulatedWorker, EmulatedExecutor]
     assert issubclass(found[2], AsyncScheduler)
+    assert resolve_obj_by_qualname(RANKS_EXECUTOR) is EmulatedRanksExecutor
 
 
 def test_scheduling_is_asynchronous_though_the_cpu_platform_turns_it_off(
@@ -57,6 +71,33 @@ def test_scheduling_is_asynchronous_though_the_cpu_platform_turns_it_off(
 def test_more_than_one_rank_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"2 ranks \(tensor parallel 2.*one rank at its true shape"):
         started(config(world_size=2, tensor_parallel_size=2), monkeypatch)
+
+
+@pytest.mark.parametrize("shape", [{}, {"mla": True, "pipeline_parallel_size": 2}])
+def test_several_ranks_are_for_mla_in_one_stage(
+    shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What other models keep is split between ranks, and the pages' patterns know nothing of that."""
+    given = config(world_size=2, tensor_parallel_size=2, **shape)
+    with pytest.raises(UsageError, match=r"a model with MLA.*EmulatedExecutor"):
+        started(given, monkeypatch, EmulatedRanksExecutor, MultiprocExecutor)
+
+
+@pytest.mark.parametrize(
+    ("kind", "base"),
+    [(EmulatedExecutor, UniProcExecutor), (EmulatedRanksExecutor, MultiprocExecutor)],
+)
+def test_mla_is_scheduled_in_chunks_though_the_cpu_platform_does_not(
+    kind: Any, base: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no connector believes that vLLM's operation for the CPU, which is wrong for MLA, is used."""
+    given = config(mla=True)
+    given.additional_config = {"emulator": {"step_tokens": 512}}
+    assert started(given, monkeypatch, kind, base) == [True]
+    scheduler = given.scheduler_config
+    assert scheduler.enable_chunked_prefill
+    assert (scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens) == (512, 512)
+    assert given.compilation_config.custom_ops == ["all", "-rotary_embedding"]
 
 
 def test_options_are_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,12 @@ def test_a_rank_of_qwen3_has_pages_of_8_kib() -> None:
     assert 16 * shape.kv_heads * shape.content_bytes(scale=4) == 2048
 
 
+def test_a_latent_is_one_row_per_token_and_no_pair_of_key_and_value() -> None:
+    shape = preset_of("deepseek-v2-lite-h200").shape
+    assert 16 * shape.kv_heads * shape.content_bytes() == 16 * 576 * 2
+    assert 16 * shape.kv_heads * shape.content_bytes(scale=4) == 16 * 144 * 2
+
+
 @pytest.mark.parametrize("scale", [0, 3, 32, 128])
 def test_a_scale_that_does_not_fit_is_refused(scale: int) -> None:
     with pytest.raises(UsageError, match="content_scale"):

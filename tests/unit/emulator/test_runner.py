@@ -19,10 +19,13 @@ def prompt(tokens: int, salt: int = 0) -> list[int]:
     return [(7 * position + 13 * salt) % 251 for position in range(tokens)]
 
 
-def handed_over(make_rank: MakeRank, tokens: int, **emulator: Any) -> tuple[Rank, Rank]:
+def handed_over(
+    make_rank: MakeRank, tokens: int, *, latent: bool = False, **emulator: Any
+) -> tuple[Rank, Rank]:
     """A prompt computed on one rank, its blocks copied to another, and its first step there."""
-    source = make_rank({**emulator})
-    target = make_rank({key: value for key, value in emulator.items() if key != "test_corrupt_block"})
+    source = make_rank({**emulator}, latent=latent)
+    whole = {key: value for key, value in emulator.items() if key != "test_corrupt_block"}
+    target = make_rank(whole, latent=latent)
     # More tokens than one keep the request, and so its blocks, while they are copied.
     source.add("r", prompt(tokens), max_tokens=8)
     while not source.said.get("r"):
@@ -64,6 +67,13 @@ def test_pages_that_were_carried_are_found_right(make_rank: MakeRank, tokens: in
     blocks = -(-(tokens - 1) // BLOCK_TOKENS)
     assert target.verdicts() == (blocks * len(LAYERS), 0)
     assert target.said["r"] == source.said["r"][:1]
+
+
+def test_latents_are_found_right_and_a_planted_fault_wrong(make_rank: MakeRank) -> None:
+    """MLA: one row per token, of a size that is no power of two."""
+    assert handed_over(make_rank, 100, latent=True, verify="full")[1].verdicts() == (7 * len(LAYERS), 0)
+    _, wrong = handed_over(make_rank, 100, latent=True, verify="full", test_corrupt_block=3)
+    assert wrong.verdicts() == (7 * len(LAYERS), len(LAYERS))
 
 
 def test_a_planted_fault_is_counted_logged_and_changes_the_answer(

@@ -39,6 +39,13 @@ def test_an_engine_has_one_session(monkeypatch: pytest.MonkeyPatch) -> None:
     assert session_of(vllm_config("a")) is not session_of(vllm_config("b"))
 
 
+def test_a_rank_in_a_process_of_its_own_has_files_of_its_own(files: dict[str, str], tmp_path: Path) -> None:
+    session = Session(vllm_config(journal=files["journal"], report=str(tmp_path / "decode.json")), rank=1)
+    session.close()
+    assert json.loads((tmp_path / "decode-rank1.json").read_text())["rank"] == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["decode-rank1.json", "rows-rank1"]
+
+
 def test_a_journal_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="journal or report"):
         Session(vllm_config(journal=str(tmp_path / "missing" / "rows")))
