@@ -325,5 +325,5 @@ class Protocol(RuleBasedStateMachine):
             assert core.next_due() is None
 
 
-Protocol.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+Protocol.TestCase.settings = settings(stateful_step_count=40)
 TestProtocol = Protocol.TestCase
