@@ -19,13 +19,30 @@ KILLED_SECONDS_MAX = 30.0
 """From the kill to the answer: the next renewal finds the connection dead (2 s), then D recomputes."""
 
 
-@pytest.fixture
-def mended(engines: Live) -> Iterator[Live]:
-    """The fleet, whole again after the test."""
-    yield engines
-    if engines.server("prefill-0").exited or not engines.server("prefill-0").check_ready():
+def is_dead(engines: Live) -> bool:
+    """Whether the prefill engine is."""
+    return engines.server("prefill-0").exited or not engines.server("prefill-0").check_ready()
+
+
+def mend(engines: Live) -> None:
+    """Start the prefill engine again if it is dead."""
+    if is_dead(engines):
         engines.restart("prefill-0")
-    wait_for_push(engines)
+        wait_for_push(engines)
+
+
+@pytest.fixture(scope="module")
+def mended_at_last(engines: Live) -> Iterator[Live]:
+    """The fleet, whole again after all tests here."""
+    yield engines
+    mend(engines)
+
+
+@pytest.fixture
+def mended(mended_at_last: Live) -> Live:
+    """The fleet, whole before the test."""
+    mend(mended_at_last)
+    return mended_at_last
 
 
 def kill(engines: Live) -> None:
@@ -67,6 +84,27 @@ def test_killed_while_the_consumer_waits(mended: Live) -> None:
     mended.wait(lambda: mended.metric(engine, "vllm:kv_cache_usage_perc") == 0, what="D's cache")
 
 
+def test_started_again_at_the_same_address_and_id(mended_at_last: Live) -> None:
+    """A02, A05, A21: the very next request after a restart is pushed, and right."""
+    mended = mended_at_last
+    if not is_dead(mended):
+        kill(mended)
+    mended.restart("prefill-0")
+    prompt = mended.prompt(1500)
+    before = counters(mended)
+
+    async def work(client: Client) -> None:
+        body = completion(prompt)
+        answer = await client.tokens(mended.endpoints.router, body)
+        assert answer == await client.tokens(mended.reference, body)
+
+    run(work)
+    news = moved(mended, before)
+    assert news["completed"] == 1, news
+    assert news["computed by D"] <= 1
+    mended.assert_empty()
+
+
 def test_killed_after_half_of_the_chunks(mended: Live) -> None:
     """P04, P11, P54: what had arrived is kept: D recomputes from the last good token."""
     for _ in range(3):
@@ -91,25 +129,6 @@ def test_killed_after_half_of_the_chunks(mended: Live) -> None:
             break
         # All had been pushed before the kill: this machine was too quick, so it shows nothing.
     assert 1 < computed <= 7500 - 1024 + BLOCK_TOKENS, f"D computed {computed} tokens"
-
-
-def test_started_again_at_the_same_address_and_id(mended: Live) -> None:
-    """A02, A05, A21: the very next request after a restart is pushed, and right."""
-    kill(mended)
-    mended.restart("prefill-0")
-    prompt = mended.prompt(1500)
-    before = counters(mended)
-
-    async def work(client: Client) -> None:
-        body = completion(prompt)
-        answer = await client.tokens(mended.endpoints.router, body)
-        assert answer == await client.tokens(mended.reference, body)
-
-    run(work)
-    news = moved(mended, before)
-    assert news["completed"] == 1, news
-    assert news["computed by D"] <= 1
-    mended.assert_empty()
 
 
 def test_consumer_that_never_comes_is_outlived(mended: Live) -> None:
