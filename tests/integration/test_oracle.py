@@ -15,9 +15,12 @@ from tests.support.live import BLOCK_TOKENS, Client, Live, completion, make_depl
 pytestmark = pytest.mark.engines
 
 
-@pytest.mark.parametrize("block", [0, 5])
+@pytest.mark.parametrize("block", [pytest.param(0, marks=pytest.mark.long), 5])
 def test_one_damaged_block_changes_the_answer(engines: Live, tmp_path: Path, block: int) -> None:
-    """A prefill engine damages one block of the prompt before it is pushed."""
+    """A prefill engine damages one block of the prompt before it is pushed.
+
+    That the model's answer depends on every block, `tests/unit/cli/test_tinymodel.py` shows.
+    """
     damaging = make_deployment(
         Path(engines.deployment.model),
         tmp_path,
