@@ -4,6 +4,9 @@ Starts one prefill and one decode engine per connector, runs every cell of a gri
 with plots. Needs no GPU: the engines are real, only their compute time is emulated. An interrupted run keeps
 what it has; the same command with the same --output goes on from there.
 
+No target is judged from fewer than two repeats, a median from fewer than 12 requests or a 95th percentile
+from fewer than 120; and it says where others used more than 5 % of the machine meanwhile.
+
   kvferry bench compare --grid quick --output results
   kvferry bench compare --connectors ferry-push,vllm-push --cells 1x1k,4x16k --repeats 1 --output results
   kvferry bench compare --output results --report-only

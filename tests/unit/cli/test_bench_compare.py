@@ -13,6 +13,8 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("vllm", reason="the emulator's options are vLLM's")
 
 from kvferry.bench import compare, report
+from kvferry.bench.enough import REPEATS_MIN, requests_needed
+from kvferry.bench.machine import OTHERS_SHARE_MAX
 from kvferry.cli import bench_compare, bench_engines
 from kvferry.cli import main as cli
 from tests.support.bench_pair import StubLauncher, StubPair
@@ -30,6 +32,16 @@ def chosen(*arguments: str) -> argparse.Namespace:
 def read(*arguments: str) -> tuple[Any, Any]:
     namespace = chosen(*arguments)
     return bench_compare.read_options(namespace, bench_compare.minutes_max(namespace))
+
+
+def test_the_help_has_the_numbers_by_which_it_judges(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "compare", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert REPEATS_MIN == 2
+    assert f"a median from fewer than {requests_needed(0.5)} requests" in said
+    assert f"a 95th percentile from fewer than {requests_needed(0.95)};" in said
+    assert f"more than {OTHERS_SHARE_MAX * 100:g} % of the machine" in said
 
 
 def test_the_quick_grid_is_the_default_and_fits_into_its_time() -> None:
