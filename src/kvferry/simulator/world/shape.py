@@ -31,6 +31,8 @@ ORDERS = ("LBHNC", "BLHNC", "BHLNC", "LBNHC")
 DECODE_TOKENS_MAX = 12
 UNHARMED_SHARE = 1 / 6
 """Of all histories, those in which no fault happens."""
+TIGHT_SHARE = 1 / 2
+"""Of the small world's histories without faults, those in which engines come to lack memory."""
 DIFFERING_SHARE = 1 / 3
 """Of all histories with faults, those whose engines have settings of their own."""
 SMALL_SHARE = 0.1
@@ -169,7 +171,7 @@ def draw(options: Options, random: Random, own: Random) -> Shape:
     fabric = FabricLimits(
         retry_bound_seconds=random.choice((1.0, 5.0, 30.0)), pieces_max=3, afterlife_seconds=0.5
     )
-    return Shape(
+    shape = Shape(
         engines=engines,
         limits=most_patient([facts.limits for facts in engines]),
         fabric=replace(fabric, notification_bytes_max=PART_BYTES) if parts else fabric,
@@ -183,6 +185,21 @@ def draw(options: Options, random: Random, own: Random) -> Shape:
         pull_share=own.choice(PULL_SHARES),
         turn_tokens_max=turn_tokens_max,
     )
+    is_tight = options.world == "small" and not faults and own.random() < TIGHT_SHARE
+    return _tight(shape, own) if is_tight else shape
+
+
+def _tight(shape: Shape, own: Random) -> Shape:
+    """Requests all at once, little memory, prefills of many steps: some begin and stand still."""
+    engines = tuple(
+        replace(
+            facts,
+            cache=replace(facts.cache, block_count=own.randint(20, 28)),
+            pace=replace(facts.pace, token_budget=5),
+        )
+        for facts in shape.engines
+    )
+    return replace(shape, engines=engines, transfers=8, safety_seconds=2.0)
 
 
 def _engine(
