@@ -257,6 +257,7 @@ async def test_a_drain_that_takes_too_long_ends_requests_with_an_error() -> None
     async with router_world(drain_seconds=0.05) as world:
         world.d.plan(Step(after_first=asyncio.Event()), Step(gate=asyncio.Event()))
         async with world.complete(stream=True) as stream:
+            assert stream.status == 200
             await stream.content.readuntil(b"\n\n")
             async with asyncio.TaskGroup() as group:
                 plain = group.create_task(world.complete().__aenter__())
