@@ -62,7 +62,8 @@ class EmulatedPair:
 
     def rows(self, engine: str, kind: str) -> list[dict[str, Any]]:
         """The engine's journal so far."""
-        lines = (self.files / f"{engine}.jsonl").read_text().splitlines()
+        # The last line may still be written.
+        lines = (self.files / f"{engine}.jsonl").read_text().rpartition("\n")[0].splitlines()
         return [row for row in map(json.loads, lines) if row["kind"] == kind]
 
     def answers(self, lengths: list[int], output_tokens: int = 4, mode: str = "push") -> list[Answer]:
@@ -91,10 +92,12 @@ class EmulatedPair:
                 "remote_block_ids": None,
                 "tp_size": 1,
             }
-        body = {"prompt": [400, 401], "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+        # As routers ask. Else it would keep what it has computed for a while, and step the whole time.
+        params: dict[str, Any] = {"do_remote_decode": True, "probe": True}
+        body = {"prompt": [400, 401], "max_tokens": 1, "kv_transfer_params": params}
         answer = await _post(session, self.prefill, body, secrets.token_hex(8))
-        params: dict[str, Any] = answer["kv_transfer_params"]
-        return params
+        source: dict[str, Any] = answer["kv_transfer_params"]
+        return source
 
     async def _answer(
         self, session: aiohttp.ClientSession, source: Mapping[str, Any], prompt: list[int], tokens: int
