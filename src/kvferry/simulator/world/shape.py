@@ -185,17 +185,22 @@ def draw(options: Options, random: Random, own: Random) -> Shape:
         pull_share=own.choice(PULL_SHARES),
         turn_tokens_max=turn_tokens_max,
     )
-    is_tight = options.world == "small" and not faults and own.random() < TIGHT_SHARE
-    return _tight(shape, own) if is_tight else shape
+    return _tightened(shape, own) if options.world == "small" and not faults else shape
 
 
-def _tight(shape: Shape, own: Random) -> Shape:
-    """Requests all at once, little memory, prefills of many steps: some begin and stand still."""
+def _tightened(shape: Shape, own: Random) -> Shape:
+    """Half of them: requests all at once, little memory, prefills of many steps: some begin and stand still.
+
+    A decode engine computes what it resumes in one step. In several, it could preempt what it has just
+    resumed, for ever: vLLM admits what fits as a whole, and the engine here what fits for a step.
+    """
+    if own.random() >= TIGHT_SHARE:
+        return shape
     engines = tuple(
         replace(
             facts,
             cache=replace(facts.cache, block_count=own.randint(20, 28)),
-            pace=replace(facts.pace, token_budget=5),
+            pace=replace(facts.pace, token_budget=64 if facts.consumes else 5),
         )
         for facts in shape.engines
     )
