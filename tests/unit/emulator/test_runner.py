@@ -48,6 +48,16 @@ def test_a_prompt_is_answered_in_chunks_of_a_step(make_rank: MakeRank, tokens: i
     assert rank.session.steps.count >= -(-tokens // 64) + 4
 
 
+def test_a_step_stays_a_chunk_when_the_platform_has_its_say_again(make_rank: MakeRank) -> None:
+    """vLLM's CPU platform turns chunks off for MLA, and an engine asks it twice; the prompt would wait."""
+    rank = make_rank()
+    rank.config.scheduler_config.enable_chunked_prefill = False
+    rank.add("r", prompt(200))
+    for _ in range(6):
+        rank.step()
+    assert len(rank.said["r"]) == 1
+
+
 def test_two_ranks_say_the_same_however_their_steps_are_cut(make_rank: MakeRank) -> None:
     alone, busy = make_rank(), make_rank({"seed": 1})
     alone.add("r", prompt(100), max_tokens=20)
