@@ -84,7 +84,10 @@ class Steps:
     def _step(self, seconds: float) -> None:
         streams = self._streams[seconds]
         for transport, left in list(streams.items()):
-            if left > 1 and not transport.is_closing():
+            if transport.is_closing():
+                # Its client has left. uvloop's transports do not take a write any more.
+                del streams[transport]
+            elif left > 1:
                 transport.write(TOKEN)
                 streams[transport] = left - 1
             else:

@@ -24,7 +24,7 @@ from kvferry.bench.routing import (
     quantile,
     table,
 )
-from kvferry.bench.routing_engine import Engine, Steps
+from kvferry.bench.routing_engine import END, TOKEN, Engine, Steps
 from kvferry.bench.routing_load import RoutingError, drive
 from kvferry.cli import bench_router
 from kvferry.errors import UsageError
@@ -66,6 +66,36 @@ async def test_the_engine_and_the_router_before_it_stream_what_is_asked(pace_ms:
             counted = router.metrics.registry.get_sample_value
             labels = {"path": "push", "outcome": "ok", "cause": "none"}
             assert counted("kvferry_router_requests_total", labels)
+
+
+class Written(asyncio.Transport):
+    """What uvloop's transports do: they refuse a write once they are closed."""
+
+    def __init__(self, *, closed: bool) -> None:
+        super().__init__()
+        self.closed = closed
+        self.data = b""
+        self.ended = asyncio.Event()
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self.closed:
+            raise RuntimeError("the handler is closed")
+        self.data += data
+        if END in self.data:
+            self.ended.set()
+
+
+async def test_streams_go_on_when_another_client_has_left() -> None:
+    """One timer serves all streams of a pace."""
+    steps = Steps()
+    gone, there = Written(closed=True), Written(closed=False)
+    steps.add(gone, 1, 0.001)
+    steps.add(there, 2, 0.001)
+    await there.ended.wait()
+    assert there.data == TOKEN * 2 + END
 
 
 async def test_a_router_that_fails_ends_the_measurement_with_what_it_said() -> None:
