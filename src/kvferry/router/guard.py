@@ -42,27 +42,37 @@ class Guard:
         failure = self._failure(error)
         if failure is None:
             return
-        if failure.reason is Reason.REJECTED:
-            self._worker.breaker.succeeded()
-        elif failure.reason is not Reason.REFUSED:
-            self._worker.breaker.failed(self._pool.clock())
-        if failure is not error:
-            raise failure from error
+        judged = judge(self._pool, failure)
+        if judged is not error:
+            raise judged from error
 
     def _failure(self, error: BaseException) -> LegError | None:
         """What the engine has done; None when it has done nothing wrong."""
         worker = self._worker
         if isinstance(error, asyncio.CancelledError) and self._answering.lost:
-            return LegError(worker, Reason.LOST, "it answers nothing any more, nor its health check")
+            return silent(worker)
         if isinstance(error, TimeoutError):
             return too_slow(worker)
-        if not isinstance(error, LegError):
-            return None
-        if error.reason is Reason.REJECTED and worker.rank is not None and "data_parallel_rank" in str(error):
-            # That is no answer to the client: the engine has come back with other ranks.
-            self._pool.down(worker, str(error))
-            return LegError(worker, Reason.ERROR, "it has fewer data-parallel ranks than it had")
-        return error
+        return error if isinstance(error, LegError) else None
+
+
+def judge(pool: Pool, failure: LegError) -> LegError:
+    """Tell the engine's circuit breaker how a leg failed; the failure, which may be another one than it seems."""
+    worker = failure.worker
+    if failure.reason is Reason.REJECTED and worker.rank is not None and "data_parallel_rank" in str(failure):
+        # That is no answer to the client: the engine has come back with other ranks.
+        pool.down(worker, str(failure))
+        failure = LegError(worker, Reason.ERROR, "it has fewer data-parallel ranks than it had")
+    if failure.reason is Reason.REJECTED:
+        worker.breaker.succeeded()
+    elif failure.reason is not Reason.REFUSED:
+        worker.breaker.failed(pool.clock())
+    return failure
+
+
+def silent(worker: Worker) -> LegError:
+    """The failure of a leg whose engine is found to be gone."""
+    return LegError(worker, Reason.LOST, "it answers nothing any more, nor its health check")
 
 
 def too_slow(worker: Worker) -> LegError:

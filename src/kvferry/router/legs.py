@@ -32,12 +32,12 @@ __all__ = ["Call", "DecodeStream", "Engines", "LegError", "PrefillAnswer", "Reas
 
 logger = logging.getLogger(__name__)
 
-_ERROR_BYTES_MAX = 1 << 20
+ERROR_BYTES_MAX = 1 << 20
 RELEASE_SECONDS_MAX = 10.0
 """A release that takes longer is given up; the lease of what it was for ends by itself."""
 HELD_SECONDS_MAX = 10.0
 """An engine that has not told by then what it keeps is taken to keep nothing of that turn."""
-_EVENT_STREAM = "text/event-stream"
+EVENT_STREAM = "text/event-stream"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,16 @@ class Call:
     """What it makes the engine hold or compute, roughly."""
     timeline: Timeline | None = None
     """Of the client request that it is for."""
+    sent: Sent | None = None
+    """It has been sent: only its answer is to be had."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A leg under way."""
+
+    answer: Answer
+    at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +92,19 @@ class Engines:
         Raises:
             LegError: it failed.
         """
-        answer = await self._answered(worker, call)
-        source = _source_of(answer)
+        return self.prefilled(worker, await self._answered(worker, call), call.timeline)
+
+    def prefilled(self, worker: Worker, answer: Body, timeline: Timeline | None) -> PrefillAnswer:
+        """What a prefill leg's answer tells."""
+        params = answer.get(PARAMS)
+        known = worker.source
+        source = known if known is not None and tells(params, known) else _source_of(answer)
         # An answer that was under way while the engine died says nothing of who comes after it.
         if source is not None and worker.up and source != worker.source:
             self._pool.learn(worker, source)
-        if call.timeline is not None:
-            call.timeline.prefilled = self._clock()
-        params = {} if source is None else answer[PARAMS]
-        return PrefillAnswer(source, cached_tokens_of(answer), params)
+        if timeline is not None:
+            timeline.prefilled = self._clock()
+        return PrefillAnswer(source, cached_tokens_of(answer), {} if source is None else answer[PARAMS])
 
     async def answer(self, worker: Worker, call: Call) -> Body:
         """Run a decode leg that is not streamed to its end.
@@ -125,7 +139,7 @@ class Engines:
                     raw = await read_bounded(worker, answer, self._settings.answer_bytes_max)
                 finally:
                     answer.close()
-            params = _object(worker, raw).get(PARAMS)
+            params = object_of(worker, raw).get(PARAMS)
         except (LegError, ConnectError, LostError, TimeoutError) as error:
             logger.info("%s does not tell what it keeps: %s", worker.name, error)
             return {}
@@ -137,7 +151,7 @@ class Engines:
         Raises:
             LegError: it failed before.
         """
-        started = self._clock()
+        started = self._clock() if call.sent is None else call.sent.at
         with ExitStack() as slot:
             leg = slot.enter_context(worker.leg(call.tokens))
             call = _traced(worker, call, slot)
@@ -145,11 +159,11 @@ class Engines:
                 answer = await self._send(worker, call, started)
                 slot.callback(answer.close)
                 await self._refuse_failure(worker, answer)
-                if answer.content_type != _EVENT_STREAM:
+                if answer.content_type != EVENT_STREAM:
                     raise LegError(worker, Reason.ERROR, f"streams {answer.content_type!r}, not events")
                 stream = leg.stream = DecodeStream(worker, answer, self._settings.event_bytes_max)
                 await stream.open()
-            stream.closes(slot.pop_all())
+            stream.closes(slot.pop_all().close)
         now = self._clock()
         self._metrics.leg.labels(worker.role.value, "first").observe(now - started)
         if call.timeline is not None:
@@ -180,7 +194,7 @@ class Engines:
             answer = await self._client.send(worker.url, "/v1/models", headers)
             try:
                 await self._refuse_failure(worker, answer)
-                return await read_bounded(worker, answer, _ERROR_BYTES_MAX)
+                return await read_bounded(worker, answer, ERROR_BYTES_MAX)
             finally:
                 answer.close()
 
@@ -191,7 +205,7 @@ class Engines:
             return await self._whole(worker, _traced(worker, call, span))
 
     async def _whole(self, worker: Worker, call: Call) -> Body:
-        started = self._clock()
+        started = self._clock() if call.sent is None else call.sent.at
         with worker.leg(call.tokens), self.failures(worker):
             answer = await self._send(worker, call, started)
             try:
@@ -200,25 +214,23 @@ class Engines:
             finally:
                 answer.close()
         self._metrics.leg.labels(worker.role.value, "answer").observe(self._clock() - started)
-        return _object(worker, raw)
+        return object_of(worker, raw)
 
     async def _send(self, worker: Worker, call: Call, now: float) -> Answer:
+        if call.sent is not None:
+            try:
+                await call.sent.answer.head()
+            except BaseException:
+                call.sent.answer.close()
+                raise
+            return call.sent.answer
         if call.timeline is not None:
             call.timeline.leg_sent(worker.role.value, worker.name, now)
         return await self._client.send(worker.url, call.path, call.headers, call.body)
 
     async def _refuse_failure(self, worker: Worker, answer: Answer) -> None:
-        status = answer.status
-        if status == 200:
-            return
-        raw = await read_bounded(worker, answer, _ERROR_BYTES_MAX)
-        content_type = answer.header(b"content-type") or JSON
-        said = EngineAnswer(status, raw, content_type, answer.header(b"retry-after") or None)
-        told = error_message(raw)
-        detail = f"answered {status}" + (f": {told}" if told else "")
-        if 400 <= status < 500:
-            raise LegError(worker, Reason.REJECTED, detail, said)
-        raise LegError(worker, Reason.ERROR, detail, said if status >= 500 else None)
+        if answer.status != 200:
+            raise refusal(worker, answer, await read_bounded(worker, answer, ERROR_BYTES_MAX))
 
     def failures(self, worker: Worker) -> Failures:
         """A context manager in which the HTTP client's errors become a `LegError`."""
@@ -245,15 +257,31 @@ class Failures:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Take the worker down if it was the worker's fault, and say so."""
-        worker = self._worker
-        if isinstance(error, ConnectError):
-            self._pool.down(worker, f"cannot be reached: {error}")
-            raise LegError(worker, Reason.REFUSED, "cannot be reached") from error
-        if isinstance(error, LostError):
-            self._pool.down(worker, f"lost: {error}")
-            raise LegError(worker, Reason.LOST, f"the connection was lost: {error}") from error
+        if isinstance(error, ConnectError | LostError):
+            raise unanswered(self._pool, self._worker, error) from error
         if isinstance(error, LegError) and error.reason is Reason.LOST:
-            self._pool.down(worker, str(error))
+            self._pool.down(self._worker, str(error))
+
+
+def unanswered(pool: Pool, worker: Worker, error: ConnectError | LostError) -> LegError:
+    """The failure of a leg without a whole answer; the worker is down."""
+    if isinstance(error, ConnectError):
+        pool.down(worker, f"cannot be reached: {error}")
+        return LegError(worker, Reason.REFUSED, "cannot be reached")
+    pool.down(worker, f"lost: {error}")
+    return LegError(worker, Reason.LOST, f"the connection was lost: {error}")
+
+
+def refusal(worker: Worker, answer: Answer, raw: bytes) -> LegError:
+    """The failure of a leg whose engine answered with another status than 200, and with this body."""
+    status = answer.status
+    content_type = answer.header(b"content-type") or JSON
+    said = EngineAnswer(status, raw, content_type, answer.header(b"retry-after") or None)
+    told = error_message(raw)
+    detail = f"answered {status}" + (f": {told}" if told else "")
+    if 400 <= status < 500:
+        return LegError(worker, Reason.REJECTED, detail, said)
+    return LegError(worker, Reason.ERROR, detail, said if status >= 500 else None)
 
 
 def _traced(worker: Worker, call: Call, span: ExitStack) -> Call:
@@ -281,11 +309,21 @@ async def read_bounded(worker: Worker, answer: Answer, bytes_max: int) -> bytes:
         size += len(part)
         parts.append(part)
     if size > bytes_max:
-        raise LegError(worker, Reason.ERROR, f"its answer has more than {bytes_max} bytes")
+        raise too_long(worker, bytes_max)
     return b"".join(parts)
 
 
-def _object(worker: Worker, raw: bytes) -> Body:
+def too_long(worker: Worker, bytes_max: int) -> LegError:
+    """The failure of a leg whose answer is over its bound."""
+    return LegError(worker, Reason.ERROR, f"its answer has more than {bytes_max} bytes")
+
+
+def object_of(worker: Worker, raw: bytes) -> Body:
+    """An engine's answer.
+
+    Raises:
+        LegError: it is none.
+    """
     try:
         answer = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -293,6 +331,22 @@ def _object(worker: Worker, raw: bytes) -> Body:
     if not isinstance(answer, dict):
         raise LegError(worker, Reason.ERROR, "its answer is not an object")
     return answer
+
+
+def tells(params: object, source: SourceParams) -> bool:
+    """Whether an answer's `kv_transfer_params` say the same as is known: most do, and need no closer look."""
+    if not isinstance(params, dict):
+        return False
+    told = params.get
+    return bool(
+        told("remote_engine_id") == source.engine
+        and told("kvferry_incarnation") == source.incarnation
+        and told("remote_host") == source.host
+        and told("remote_port") == source.port
+        and told("tp_size", 1) == source.tp
+        and told("pp_size", 1) == source.pp
+        and told("transfer_mode") == source.mode
+    )
 
 
 def _source_of(answer: Body) -> SourceParams | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from typing import Protocol
 
 import msgspec
 
@@ -12,10 +12,24 @@ from kvferry.router.errors import JSON, EngineAnswer
 from kvferry.router.failures import LegError, Reason
 from kvferry.router.http.answers import Answer, LostError
 from kvferry.router.openai import error_message
-from kvferry.router.sse import EventSplitter, EventTooLongError, data_of
+from kvferry.router.sse import DONE, EventSplitter, EventTooLongError, data_of
 from kvferry.router.worker import Worker
 
 _END_OF_BODY_SECONDS = 0.5
+_LAST = b"\n\n" + DONE
+
+
+class Sink(Protocol):
+    """Where a stream's events go."""
+
+    def told(self, events: list[bytes]) -> None:
+        """Events with something in them that may have to change."""
+
+    def plain(self, piece: bytes) -> None:
+        """Whole events that go on as they are."""
+
+    def end(self, error: Exception | None) -> None:
+        """No more comes; with `[DONE]`, which was told to nobody, if there is no error."""
 
 
 class DecodeStream:
@@ -27,15 +41,13 @@ class DecodeStream:
         """How often something has come."""
         self._answer = answer
         self._splitter = EventSplitter(event_bytes_max)
-        self._slot = ExitStack()
+        self._give_back: Callable[[], None] = lambda: None
         self._first: list[bytes] | None = None
         self._first_whole = False
         """Whether the first events are one piece that was not cut."""
         self._failure: LegError | None = None
         self._finished = False
-        self._told: Callable[[list[bytes]], None] | None = None
-        self._plain: Callable[[bytes], None] = lambda data: None
-        self._poured: asyncio.Future[None] | None = None
+        self._sink: Sink | None = None
 
     async def open(self) -> None:
         """Wait for the first event with data.
@@ -47,9 +59,9 @@ class DecodeStream:
         if self._first is None:
             raise LegError(self.worker, Reason.LOST, "the stream ended without an event")
 
-    def closes(self, slot: ExitStack) -> None:
-        """Hand over what `close` gives back: the connection and the worker's slot."""
-        self._slot = slot
+    def closes(self, give_back: Callable[[], None]) -> None:
+        """Hand over what `close` calls once: it gives back the connection and the worker's slot."""
+        self._give_back = give_back
 
     async def more(self) -> list[bytes] | None:
         """The events that have arrived since, at least one; None after `[DONE]`, which is not one of them.
@@ -80,13 +92,17 @@ class DecodeStream:
         if self._failure is not None:
             raise self._failure
         if not self._finished:
-            self._told, self._plain = told, plain
-            self._poured = asyncio.get_running_loop().create_future()
-            self._answer.pour(self._arrived)
+            poured = _Poured(told, plain)
+            self.flow(poured)
+            self._answer.pour(self.arrived)
             try:
-                await self._poured
+                await poured.over
             finally:
                 self._answer.stop_pouring()
+
+    def flow(self, sink: Sink) -> None:
+        """Give what `arrived` is told of to `sink`."""
+        self._sink = sink
 
     def hold(self) -> None:
         """Read no more for now."""
@@ -105,48 +121,56 @@ class DecodeStream:
 
         After `[DONE]` the body's end is still read, for a moment, so that the connection can serve again.
         """
-        slot, self._slot = self._slot, ExitStack()
+        give_back, self._give_back = self._give_back, lambda: None
+        self._sink = None
         if not self._finished or self._answer.ended:
-            slot.close()
+            give_back()
             return
-        late = asyncio.get_running_loop().call_later(_END_OF_BODY_SECONDS, slot.close)
+        late = asyncio.get_running_loop().call_later(_END_OF_BODY_SECONDS, give_back)
 
         def ended(data: bytes) -> None:
             if not data:
                 late.cancel()
-                slot.close()
+                give_back()
 
         self._answer.pour(ended)
 
-    def _arrived(self, data: bytes) -> None:
-        """Take in what the connection has read; called by it."""
-        poured, told = self._poured, self._told
-        assert poured is not None
-        assert told is not None
-        if poured.done():
+    def arrived(self, data: bytes) -> None:
+        """Take in what the connection has read, nothing at the end; called by it."""
+        sink = self._sink
+        if sink is None:
             return
         try:
             if not data:
                 raise self._ended()  # noqa: TRY301 - one place sorts what goes wrong
             self.reads += 1
-            if self._splitter.empty and _plain(data):
-                self._plain(data)
-                return
-            events = self._events(data)
-            if events:
-                told(events)
-            if self._failure is not None:
-                raise self._failure  # noqa: TRY301
+            if self._splitter.empty:
+                end = _plain_until(data)
+                if end == len(data):
+                    sink.plain(data)
+                    return
+                if end:
+                    # All but `[DONE]`, which ends it.
+                    self._finished = True
+                    sink.plain(data[:end])
+            if not self._finished:
+                events = self._events(data)
+                if events:
+                    sink.told(events)
+                if self._failure is not None:
+                    raise self._failure  # noqa: TRY301
         except Exception as error:  # noqa: BLE001 - whatever it is, the one who pours gets it
-            poured.set_exception(error)
+            self._sink = None
+            sink.end(error)
         else:
             if self._finished:
-                poured.set_result(None)
+                self._sink = None
+                sink.end(None)
 
     async def _opening(self) -> list[bytes] | None:
         """The first events: one piece, not cut, when they are whole and plain."""
         data = await self._read()
-        if _plain(data):
+        if _plain_until(data) == len(data):
             self._first_whole = True
             return [data]
         return self._events(data) or await self._next()
@@ -205,16 +229,41 @@ class DecodeStream:
         return LegError(self.worker, reason, message, EngineAnswer(code, data, JSON))
 
 
-def _plain(data: bytes) -> bool:
-    """Whether whole events may go to the client unread: nothing in them ends or changes anything."""
-    return (
-        data.endswith(b"\n\n")
-        and data.startswith(b"data: ")
-        and b"[DONE]" not in data
-        and b'"error"' not in data
-        and b'"usage"' not in data
-        and b"kv_transfer_params" not in data
-    )
+class _Poured:
+    """A sink that somebody waits for."""
+
+    def __init__(self, told: Callable[[list[bytes]], None], plain: Callable[[bytes], None]) -> None:
+        self.told = told
+        self.plain = plain
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def end(self, error: Exception | None) -> None:
+        if self.over.done():
+            return
+        if error is None:
+            self.over.set_result(None)
+        else:
+            self.over.set_exception(error)
+
+
+def _plain_until(data: bytes) -> int:
+    """Until where whole events may go to the client unread: nothing in them ends or changes anything.
+
+    That is all of it, all but `[DONE]` at the end, or 0.
+    """
+    if (
+        not data.startswith(b"data: ")
+        or not data.endswith(b"\n\n")
+        or b'"error"' in data
+        or b'"usage"' in data
+        or b"kv_transfer_params" in data
+    ):
+        return 0
+    done = data.find(b"[DONE]")
+    if done < 0:
+        return len(data)
+    end = len(data) - len(DONE)
+    return end if done == end + len(b"data: ") and data.endswith(_LAST) else 0
 
 
 def _error_code(data: bytes) -> int:

@@ -17,6 +17,10 @@ class LostError(KvferryError):
     """The connection ended, or what came is no HTTP, before the answer was complete."""
 
 
+class ConnectError(KvferryError):
+    """No connection: the other side has not seen the request."""
+
+
 class Source(Protocol):
     """What an answer comes from."""
 
@@ -48,7 +52,7 @@ class Answer:
         self._held = False
         self.ended = False
         """Whether the whole of it has arrived."""
-        self.failure: LostError | None = None
+        self.failure: LostError | ConnectError | None = None
         """Why no more comes, when the answer is not complete."""
         self._sink: Callable[[bytes], None] | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -62,6 +66,7 @@ class Answer:
         """Wait for status and headers.
 
         Raises:
+            ConnectError: there is no connection.
             LostError: the connection ends before.
         """
         while not self.status:
@@ -119,7 +124,7 @@ class Answer:
 
     def abort(self) -> None:
         """Give the answer up; whoever reads it gets a `LostError`."""
-        self.fail("given up")
+        self.fail(LostError("given up"))
         self._connection.abort()
 
     def close(self) -> None:
@@ -147,10 +152,14 @@ class Answer:
         self.ended = True
         self._told_end()
 
-    def fail(self, reason: str) -> None:
+    def comes_from(self, connection: Source) -> None:
+        """There is a connection now."""
+        self._connection = connection
+
+    def fail(self, failure: LostError | ConnectError) -> None:
         """Nothing more comes."""
         if not self.ended and self.failure is None:
-            self.failure = LostError(reason)
+            self.failure = failure
             self._told_end()
 
     def wake(self) -> None:

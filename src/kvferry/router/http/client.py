@@ -16,8 +16,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from kvferry.errors import KvferryError
-from kvferry.router.http.answers import Answer
+from kvferry.router.http.answers import Answer, ConnectError, LostError
 from kvferry.router.http.messages import Headers, header_lines, note_header
 
 _HEAD_BYTES_MAX = 64 << 10
@@ -34,13 +33,9 @@ _KEEPALIVE = (
 )
 
 
-class ConnectError(KvferryError):
-    """No connection: the other side has not seen the request."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """Where a base URL leads."""
+    """Where a base URL leads; `origin_of` makes one for each."""
 
     host: str
     port: int
@@ -81,6 +76,7 @@ class HttpClient:
         self.idle_seconds = idle_seconds
         self._shelves: dict[Origin, _Shelf] = {}
         self._connections: set[_Connection] = set()
+        self.connecting: set[_Connecting] = set()
         self._all_closed = asyncio.Event()
         self._all_closed.set()
         self._tls = tls
@@ -95,13 +91,7 @@ class HttpClient:
             ConnectError: there is no connection.
             LostError: the connection ended before the head of the answer was there.
         """
-        origin = origin_of(url)
-        head = _head(origin, path, header_lines(headers), body)
-        shelf = self._shelves.get(origin)
-        connection = None if shelf is None else shelf.take()
-        if connection is None:
-            connection = await self._connected(origin)
-        answer = connection.send(head, body)
+        answer = self.start(url, path, header_lines(headers), body)
         try:
             await answer.head()
         except BaseException:
@@ -109,10 +99,28 @@ class HttpClient:
             raise
         return answer
 
+    def start(self, url: str, path: str, lines: bytes, body: bytes | None = None) -> Answer:
+        """Send the same, on an open connection at once, else on a new one; its answer may fail as `send` does.
+
+        `lines` are the headers as they are sent.
+        """
+        head = _first_lines(url, path, body is None) + lines
+        head += b"\r\n" if body is None else b"Content-Length: %d\r\n\r\n" % len(body)
+        origin = origin_of(url)
+        shelf = self._shelves.get(origin)
+        connection = None if shelf is None else shelf.take()
+        if connection is not None:
+            answer = Answer(connection, self._loop)
+            connection.send(answer, head, body)
+            return answer
+        return _Connecting(self, origin, head, body).answer
+
     async def close(self) -> None:
         """Close all connections."""
         if self._sweep is not None:
             self._sweep.cancel()
+        for connecting in list(self.connecting):
+            connecting.abort()
         for connection in list(self._connections):
             connection.abort()
         await self._all_closed.wait()
@@ -137,7 +145,12 @@ class HttpClient:
         if shelf is not None and connection in shelf.idle:
             shelf.idle.remove(connection)
 
-    async def _connected(self, origin: Origin) -> _Connection:
+    async def connected(self, origin: Origin) -> _Connection:
+        """A new connection.
+
+        Raises:
+            ConnectError: there is none.
+        """
         tls = self._tls if origin.tls else None
         try:
             async with asyncio.timeout(self._connect_seconds):
@@ -160,6 +173,38 @@ class HttpClient:
                 del self._shelves[origin]
         if self._shelves:
             self._sweep = self._loop.call_later(_SWEEP_SECONDS, self._close_idle)
+
+
+class _Connecting:
+    """What stands for a connection while that is being made for its first request."""
+
+    def __init__(self, client: HttpClient, origin: Origin, head: bytes, body: bytes | None) -> None:
+        loop = asyncio.get_running_loop()
+        self.answer = Answer(self, loop)
+        self._client = client
+        self._task = loop.create_task(self._run(origin, head, body))
+        client.connecting.add(self)
+        # A task that is cancelled before it has begun runs no `finally` of its own.
+        self._task.add_done_callback(lambda _: client.connecting.discard(self))
+
+    def hold(self) -> None:
+        """Nothing comes yet."""
+
+    def go_on(self) -> None:
+        """Nothing was held."""
+
+    def abort(self) -> None:
+        """Make no connection."""
+        self._task.cancel()
+
+    async def _run(self, origin: Origin, head: bytes, body: bytes | None) -> None:
+        try:
+            connection = await self._client.connected(origin)
+        except ConnectError as error:
+            self.answer.fail(error)
+        else:
+            self.answer.comes_from(connection)
+            connection.send(self.answer, head, body)
 
 
 class _Connection(asyncio.Protocol):
@@ -191,22 +236,21 @@ class _Connection(asyncio.Protocol):
         transport.abort()
         return False
 
-    def send(self, head: bytes, body: bytes | None) -> Answer:
+    def send(self, answer: Answer, head: bytes, body: bytes | None) -> None:
         """Send a request."""
         transport = self._transport
-        answer = self._answer = Answer(self, self._loop)
+        self._answer = answer
         self._headers = answer.headers
         self._head_bytes = 0
         self._complete = False
         if transport is None or transport.is_closing():
-            answer.fail("the connection was closed")
+            answer.fail(LostError("the connection was closed"))
         elif body is None or len(body) > _WHOLE_BYTES_MAX:
             transport.write(head)
             if body is not None:
                 transport.write(body)
         else:
             transport.write(head + body)
-        return answer
 
     def abort(self) -> None:
         """Close it at once."""
@@ -248,18 +292,22 @@ class _Connection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             if not self._complete:
                 self._deliver(answer)
-                answer.fail(f"its answer is not HTTP: {error}")
+                answer.fail(LostError(f"its answer is not HTTP: {error}"))
                 self.abort()
                 return
             # The answer is complete; what follows is none.
             self._reusable = False
         if not answer.status and self._head_bytes > _HEAD_BYTES_MAX:
-            answer.fail("the head of its answer is too long")
+            answer.fail(LostError("the head of its answer is too long"))
             self.abort()
             return
-        self._deliver(answer)
         if self._complete:
+            # Who gets the last piece need not wait for the end.
+            answer.ended = True
+            self._deliver(answer)
             self._done(answer)
+        else:
+            self._deliver(answer)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
@@ -270,7 +318,7 @@ class _Connection(asyncio.Protocol):
         if error is None and answer.status and _until_the_end(answer):
             answer.end()
         else:
-            answer.fail(str(error or "closed by the other side"))
+            answer.fail(LostError(str(error or "closed by the other side")))
 
     # --- told by the parser --------------------------------------------------
 
@@ -329,11 +377,13 @@ class _Connection(asyncio.Protocol):
         answer.end()
 
 
-def _head(origin: Origin, path: str, lines: bytes, body: bytes | None) -> bytes:
-    method = "GET" if body is None else "POST"
+@lru_cache(maxsize=4096)
+def _first_lines(url: str, path: str, asks: bool) -> bytes:
+    """The request line and the headers that are always the same."""
+    origin = origin_of(url)
+    method = "GET" if asks else "POST"
     first = f"{method} {origin.path}{path} HTTP/1.1\r\nHost: {origin.authority}\r\n{_FIXED_HEADERS}"
-    length = b"\r\n" if body is None else b"Content-Length: %d\r\n\r\n" % len(body)
-    return first.encode("latin-1", "replace") + lines + length
+    return first.encode("latin-1", "replace")
 
 
 def _until_the_end(answer: Answer) -> bool:
