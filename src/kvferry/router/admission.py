@@ -49,26 +49,44 @@ class Admission:
         self._idle.set()
 
     @asynccontextmanager
-    async def enter(self, key: bytes = _EVERYBODY) -> AsyncIterator[None]:
+    async def enter(self, key: bytes = _EVERYBODY, *, entered: bool = False) -> AsyncIterator[None]:
         """Be served for as long as the block runs; the caller bounds the request's whole time.
+
+        `entered` says that it was let in by `enter_now`.
 
         Raises:
             RequestError: 429 when too many wait, 503 when no turn has come in time or none will.
         """
-        if self.closed:
-            raise _closed()
-        if self.serving >= self.serving_max or self._queues:
-            await self._turn(key if self.fair else _EVERYBODY)
-        else:
-            self._take()
+        if not entered:
+            if self.closed:
+                raise _closed()
+            if self.free:
+                self.enter_now()
+            else:
+                await self._turn(key if self.fair else _EVERYBODY)
         try:
             yield
         finally:
-            self.serving -= 1
-            self._next()
-            if not self.serving:
-                self._idle.set()
-            self._tell()
+            self.leave()
+
+    @property
+    def free(self) -> bool:
+        """Whether one that comes now need not wait."""
+        return not self.closed and self.serving < self.serving_max and not self._queues
+
+    def enter_now(self) -> None:
+        """Be served from now until `leave`; only when `free`."""
+        self.serving += 1
+        self._idle.clear()
+        self._tell()
+
+    def leave(self) -> None:
+        """One is served no more."""
+        self.serving -= 1
+        self._next()
+        if not self.serving:
+            self._idle.set()
+        self._tell()
 
     def close(self) -> None:
         """Refuse whoever comes or waits; those that are being served go on."""
@@ -106,11 +124,6 @@ class Admission:
             raise
         self._seconds += 0.1 * (loop.time() - since - self._seconds)
 
-    def _take(self) -> None:
-        self.serving += 1
-        self._idle.clear()
-        self._tell()
-
     def _next(self) -> None:
         """Give free places to those that wait."""
         while self._queues and self.serving < self.serving_max:
@@ -120,7 +133,7 @@ class Admission:
             if key in self._queues:
                 self._queues.move_to_end(key)
             if not waiting.turn.done():
-                self._take()
+                self.enter_now()
                 waiting.turn.set_result(None)
 
     def _displaced(self, key: bytes) -> bool:
@@ -144,11 +157,9 @@ class Admission:
         """One that does not wait any more, though its turn may have come in the same moment."""
         turn = waiting.turn
         if turn.done() and not turn.cancelled() and turn.exception() is None:
-            self.serving -= 1
-            self._next()
-            if not self.serving:
-                self._idle.set()
-        elif waiting in self._queues.get(waiting.key, ()):
+            self.leave()
+            return
+        if waiting in self._queues.get(waiting.key, ()):
             self._leave(waiting)
         self._tell()
 

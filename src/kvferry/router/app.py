@@ -8,6 +8,7 @@ import logging
 from contextlib import suppress
 
 from kvferry.router.accesslog import AccessLog
+from kvferry.router.accounting import Accounting
 from kvferry.router.admission import Admission
 from kvferry.router.dispatch import Dispatcher
 from kvferry.router.errors import Cause, RequestError, not_allowed
@@ -15,8 +16,11 @@ from kvferry.router.exchange import Deadlines, Exchange, request_id_of, say_why
 from kvferry.router.http.reading import Request
 from kvferry.router.http.server import Reply
 from kvferry.router.openai import Endpoint
+from kvferry.router.ordinary import Ordinary
+from kvferry.router.ordinary_push import Desk, OrdinaryPush
 from kvferry.router.pages import Page, PageHandler, Pages
 from kvferry.router.passing import PASSED, Passing
+from kvferry.router.push import Begun
 from kvferry.router.timeline import Timeline
 from kvferry.router.tracing import Tracing
 
@@ -45,9 +49,10 @@ class Api:
         self.deadlines = Deadlines(self.settings.request_timeout_seconds)
         self._pages = pages
         self._passing = Passing(dispatcher)
-        self._metrics = dispatcher.metrics
-        self._log = log
+        self._accounting = Accounting(dispatcher.metrics, log)
         self._tracing = tracing
+        desk = Desk(dispatcher, admission, self.deadlines, self._accounting)
+        self._ordinary = Ordinary(desk)
         self._clock = asyncio.get_running_loop().time
         key = self.settings.api_key
         self._bearer = None if key is None else f"Bearer {key}".encode()
@@ -61,12 +66,24 @@ class Api:
             return error
         return None
 
-    async def handle(self, request: Request, reply: Reply) -> None:
+    def begin(self, request: Request, reply: Reply) -> OrdinaryPush | None:
+        """Answer the request without a task if it is an ordinary one."""
+        # Spans belong to tasks.
+        if self._tracing is not None or not self._authorized(request):
+            return None
+        try:
+            return self._ordinary.begin(request, reply)
+        except Exception:
+            # The parser that tells of requests would take it for theirs.
+            logger.exception("a request cannot be begun by a fault of the router")
+            return None
+
+    async def handle(self, request: Request, reply: Reply, begun: Begun | None = None) -> None:
         """Answer the request; every error gets OpenAI's shape. This is the router's last handler."""
-        request_id = request_id_of(request)
+        request_id = request_id_of(request) if begun is None else begun.request_id
         # The client's connection may break under a write; then nobody is left to tell.
         with suppress(ConnectionError):
-            failure = await self._tried(request, reply, request_id)
+            failure = await self._tried(request, reply, request_id, begun)
             if failure is None:
                 return
             if reply.started:
@@ -76,11 +93,13 @@ class Api:
             headers["X-Request-Id"] = request_id
             reply.send(failure.status, headers, failure.body())
 
-    async def _tried(self, request: Request, reply: Reply, request_id: str) -> RequestError | None:
+    async def _tried(
+        self, request: Request, reply: Reply, request_id: str, begun: Begun | None
+    ) -> RequestError | None:
         """Answer the request; the error instead if there is one and it has not been told."""
         try:
             if request.path in _SERVED and request.method == "POST":
-                await self._serve(request, reply, request_id)
+                await self._serve(request, reply, request_id, begun)
             else:
                 self._send_page(reply, await self._page(request))
         except RequestError as error:
@@ -132,8 +151,8 @@ class Api:
     def _send_page(self, reply: Reply, page: Page) -> None:
         reply.send(page.status, {"Content-Type": page.content_type, **page.headers}, page.body)
 
-    async def _serve(self, request: Request, reply: Reply, request_id: str) -> None:
-        timeline = Timeline(self._clock())
+    async def _serve(self, request: Request, reply: Reply, request_id: str, begun: Begun | None) -> None:
+        timeline = Timeline(self._clock()) if begun is None else begun.timeline
         if self._tracing is not None:
             timeline.trace = self._tracing.request(request.path, request_id, request.headers)
         exchange = Exchange(self.dispatcher, request, reply, request_id, timeline)
@@ -144,10 +163,11 @@ class Api:
                 raise request.problem
             self._authorize(request)
             deadline = timeline.arrived + self.deadlines.seconds
-            async with self.deadlines.within(deadline), self.admission.enter(_key(request)):
+            place = self.admission.enter(_key(request), entered=begun is not None)
+            async with self.deadlines.within(deadline), place:
                 endpoint = _ENDPOINTS.get(request.path)
                 if endpoint is not None:
-                    await exchange.run(endpoint)
+                    await exchange.run(endpoint, begun)
                     status = 200
                 else:
                     account.path = "passed"
@@ -166,51 +186,19 @@ class Api:
             else:
                 raise
         finally:
-            self._account(request, request_id, timeline, (account.path, outcome, cause), status)
+            self._accounting.note(request, request_id, timeline, (account.path, outcome, cause), status)
 
     def _why_gone(self) -> Cause:
         return Cause.SHUTTING_DOWN if self.admission.closed else Cause.CLIENT_GONE
 
-    def _account(
-        self,
-        request: Request,
-        request_id: str,
-        timeline: Timeline,
-        end: tuple[str, str, Cause],
-        status: int,
-    ) -> None:
-        """Count and log a request that has ended."""
-        path, outcome, cause = end
-        metrics = self._metrics
-        seconds = self._clock() - timeline.arrived
-        metrics.count_request(path, outcome, cause.value)
-        metrics.e2e.labels(outcome).observe(seconds)
-        stages = timeline.stages()
-        for stage, spent in stages.items():
-            metrics.stage.labels(stage).observe(spent)
-        if timeline.trace is not None:
-            timeline.trace.end(status, {"path": path, "outcome": outcome, "cause": cause.value}, stages)
-        if self._log.wanted:
-            self._log.note(
-                {
-                    "request_id": request_id,
-                    "endpoint": request.path,
-                    "status": status,
-                    "path": path,
-                    "outcome": outcome,
-                    "cause": cause.value,
-                    "prefill": timeline.prefill,
-                    "decode": timeline.decode,
-                    "seconds": {**stages, "total": seconds},
-                }
-            )
-
     def _authorize(self, request: Request) -> None:
-        if self._bearer is None or request.path in _OPEN_PATHS:
-            return
-        given = request.headers.get(b"authorization", b"")
-        if not hmac.compare_digest(given, self._bearer):
+        if not self._authorized(request):
             raise RequestError(401, Cause.UNAUTHORIZED, "send the header Authorization: Bearer <api key>")
+
+    def _authorized(self, request: Request) -> bool:
+        if self._bearer is None or request.path in _OPEN_PATHS:
+            return True
+        return hmac.compare_digest(request.headers.get(b"authorization", b""), self._bearer)
 
 
 def _key(request: Request) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import NoReturn
 
 from kvferry.handoff import TransferMode
@@ -23,8 +24,6 @@ from kvferry.router.settings import OnPrefillFailure
 logger = logging.getLogger(__name__)
 
 _BACKOFF_SECONDS_MAX = 1.0
-_BLOCK_TOKENS = 16
-"""What vLLM's blocks hold unless told otherwise; the router does not learn of another size."""
 
 
 class Again(Exception):
@@ -50,10 +49,19 @@ class EarlyChoice:
             self._pool.late_choice.note(gain_seconds, self._pool.clock())
 
 
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What was found out for a prompt's first dispatch, which has begun."""
+
+    before: Continuation | None
+    met: int
+    """Legs in flight at the decode engine when it was chosen."""
+
+
 class Attempts:
     """One prompt's dispatches, seen from each of them."""
 
-    def __init__(self, services: Services, prompt: Prompt) -> None:
+    def __init__(self, services: Services, prompt: Prompt, begun: Beginning | None = None) -> None:
         self.services = services
         self.settings = services.settings
         self.prompt = prompt
@@ -64,13 +72,14 @@ class Attempts:
         """The last one, to be told when nothing is left to try."""
         self._tried: set[Worker] = set()
         self._choice = ModeChoice("push", "fixed")
-        self._met = 0
+        self._met = 0 if begun is None else begun.met
         """Legs in flight at the decode engine when it was chosen."""
-        self._before = _continuation(services, prompt)
+        self._before = services.continuation(prompt) if begun is None else begun.before
         self._choosing = Choosing(services, prompt)
         self.early = EarlyChoice(services.pool, prompt, self._choosing)
         self.legs = Sending(services, prompt, self._choosing)
-        services.budget.request()
+        if begun is None:
+            services.budget.request()
 
     async def choose(self, role: Role) -> Worker | None:
         """A ready engine, after a moment if it is one that has failed before; None when there is none."""
@@ -137,8 +146,7 @@ class Attempts:
 
     def held(self, seconds: float) -> None:
         """Note for how long a decode engine held room for the prompt while its prefill had not ended."""
-        blocks = -(-self.prompt.estimated_tokens // _BLOCK_TOKENS)
-        self.services.metrics.held_block_seconds.inc(max(seconds, 0.0) * blocks)
+        self.services.note_held(self.prompt.estimated_tokens, seconds)
 
     @property
     def may_retry(self) -> bool:
@@ -207,10 +215,3 @@ def _alone(services: Services, prompt: Prompt) -> Cause:
         return Cause.NEEDS_WHOLE_PROMPT
     least = services.settings.local_prefill_below
     return Cause.SHORT_PROMPT if least and prompt.estimated_tokens < least else Cause.NONE
-
-
-def _continuation(services: Services, prompt: Prompt) -> Continuation | None:
-    if services.settings.affinity != "conversation":
-        return None
-    turn = services.turns.recall(prompt.fingerprint, services.pool.clock())
-    return Continuation(prompt.fingerprint, turn, services.metrics)

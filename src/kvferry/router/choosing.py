@@ -23,7 +23,7 @@ class Choosing:
         ask = self._asks.get(role)
         if ask is None:
             settings = self._services.settings
-            ask = self._asks[role] = _ask_of(settings.policy(role), settings.affinity, self._prompt)
+            ask = self._asks[role] = ask_of(settings.policy(role), settings.affinity, self._prompt)
         return ask
 
     async def choose(self, role: Role, tried: set[Worker], preferred: Worker | None) -> Worker | None:
@@ -48,7 +48,8 @@ class Choosing:
             self.sent(role)
 
 
-def _ask_of(policy: str, affinity: str, prompt: Prompt) -> Ask:
+def ask_of(policy: str, affinity: str, prompt: Prompt) -> Ask:
+    """What a choice by this policy may depend on."""
     model = prompt.body.get("model")
     return Ask(
         model=model if isinstance(model, str) else None,

@@ -46,23 +46,26 @@ from kvferry.router.pool import Role, Worker
 from kvferry.router.probe import held_body
 from kvferry.router.prompts import Prompt, Route, Served
 from kvferry.router.pull import pull
-from kvferry.router.push import push
+from kvferry.router.push import Begun, go_on, push
 from kvferry.router.services import Services
 
 
 class Dispatcher(Services):
     """Serves prompts."""
 
-    async def serve(self, prompt: Prompt) -> Served:
-        """Dispatch the prompt until a decode leg answers.
+    async def serve(self, prompt: Prompt, begun: Begun | None = None) -> Served:
+        """Dispatch the prompt until a decode leg answers; the first dispatch may have `begun`.
 
         Raises:
             RequestError: no leg answered, or one was rejected.
         """
-        attempts = Attempts(self, prompt)
+        attempts = Attempts(self, prompt, None if begun is None else begun.beginning)
         try:
             while True:
                 try:
+                    if begun is not None:
+                        legs, begun = begun.legs, None
+                        return await go_on(attempts, legs)
                     return await _dispatch(attempts)
                 except Again:
                     continue
@@ -78,8 +81,9 @@ class Dispatcher(Services):
         # The children of one prompt end apart; what one of them keeps is not the next turn's beginning.
         kept = held if isinstance(held, dict) and prompt.n == 1 else None
         turn = self.turns.remember(prompt.fingerprint, route, kept, self.pool.clock())
-        if kept is None and prompt.stream and prompt.n == 1 and route.transfer is not None:
-            self.background.run(self._ask(prompt, route.decode, route.transfer, turn))
+        transfer = route.transfer if prompt.stream and prompt.n == 1 else None
+        if kept is None and transfer is not None and route.decode.holds is not False:
+            self.background.run(self._ask(prompt, route.decode, transfer, turn))
 
     async def _ask(self, prompt: Prompt, decode: Worker, transfer: TransferId, turn: Turn) -> None:
         """vLLM's streams end without `kv_transfer_params`: ask for what they would have told."""

@@ -16,10 +16,12 @@ from kvferry.router.http.reading import Request
 from kvferry.router.http.server import Reply
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.openai import Endpoint, read
+from kvferry.router.push import Begun
 from kvferry.router.relay import Account, Relay
 from kvferry.router.settings import RouterSettings
 from kvferry.router.sse import event_of
 from kvferry.router.timeline import Timeline
+from kvferry.router.timeouts import Timeouts
 
 FORWARDED_HEADERS = {
     b"authorization": "Authorization",
@@ -39,15 +41,33 @@ class Deadlines:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.bounds: set[asyncio.Timeout] = set()
+        self.pushes = Timeouts(seconds)
+        """Those that no task serves."""
         self.ended = False
         """Whether requests in flight are ended by a shutdown."""
 
+    def __len__(self) -> int:
+        return len(self.bounds) + len(self.pushes)
+
     def end_all(self) -> None:
-        """Let every request in flight time out now."""
+        """The router ends: so does every request in flight."""
         self.ended = True
+        self.expire()
+
+    def expire(self) -> None:
+        """Let every request in flight time out now."""
         for bound in self.bounds:
             if not bound.expired():
                 bound.reschedule(asyncio.get_running_loop().time())
+        for push in self.pushes:
+            push.late()
+
+    def over(self) -> RequestError:
+        """Why a request ends whose time is over."""
+        if self.ended:
+            return RequestError(503, Cause.SHUTTING_DOWN, "the router was shut down")
+        message = f"no answer within {self.seconds:g} seconds (--request-timeout-secs)"
+        return RequestError(504, Cause.TIMEOUT, message)
 
     def within(self, deadline: float) -> Bound:
         """An asynchronous context manager that bounds its block."""
@@ -80,10 +100,7 @@ class Bound:
         try:
             await self._timeout.__aexit__(kind, error, trace)
         except TimeoutError as late:
-            if self._deadlines.ended:
-                raise RequestError(503, Cause.SHUTTING_DOWN, "the router was shut down") from late
-            message = f"no answer within {self._deadlines.seconds:g} seconds (--request-timeout-secs)"
-            raise RequestError(504, Cause.TIMEOUT, message) from late
+            raise self._deadlines.over() from late
 
 
 class Exchange:
@@ -99,23 +116,25 @@ class Exchange:
         self._request_id = request_id
         self._timeline = timeline
 
-    async def run(self, endpoint: Endpoint) -> None:
-        """Serve it. The caller bounds the time.
+    async def run(self, endpoint: Endpoint, begun: Begun | None = None) -> None:
+        """Serve it; its legs may have `begun`. The caller bounds the time.
 
         Raises:
             RequestError: it failed, before or amid its answer.
             ConnectionError: the client is gone.
         """
         settings = self._dispatcher.settings
-        asked = read(endpoint, self._request.body, settings.prompts_max)
+        request = None if begun is None else begun.request
+        asked = request or read(endpoint, self._request.body, settings.prompts_max)
         relay = Relay(
             self._dispatcher,
             asked,
             self._request_id,
             forwarded(self._request, settings),
             self.account,
-            _session(self._request),
+            session_of(self._request),
             self._timeline,
+            begun,
         )
         if asked.stream:
             outlet = StreamOutlet(self._reply, self._request_id, self._timeline, self._dispatcher.metrics)
@@ -218,7 +237,7 @@ def request_id_of(request: Request) -> str:
     return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
 
 
-def _session(request: Request) -> str | None:
+def session_of(request: Request) -> str | None:
     """The client's name for its conversation, if it is sane; it is its own among those of other keys."""
     given = request.header(b"x-session-id")
     key = request.headers.get(b"authorization", b"")

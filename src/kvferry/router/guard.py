@@ -57,7 +57,7 @@ class Guard:
 
 
 def judge(pool: Pool, failure: LegError) -> LegError:
-    """Tell the engine's circuit breaker how a leg failed; the failure, which may be another one than it seems."""
+    """Tell the engine's circuit breaker how a leg failed; the failure, which may not be what it seems."""
     worker = failure.worker
     if failure.reason is Reason.REJECTED and worker.rank is not None and "data_parallel_rank" in str(failure):
         # That is no answer to the client: the engine has come back with other ranks.

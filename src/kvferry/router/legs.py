@@ -19,8 +19,8 @@ from kvferry.errors import HandoffError
 from kvferry.handoff import SourceParams, parse_source
 from kvferry.router.errors import JSON, EngineAnswer
 from kvferry.router.failures import LegError, Reason
-from kvferry.router.http.answers import Answer, LostError
-from kvferry.router.http.client import ConnectError, HttpClient
+from kvferry.router.http.answers import Answer, ConnectError, LostError
+from kvferry.router.http.client import HttpClient
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.openai import PARAMS, Body, cached_tokens_of, error_message
 from kvferry.router.pool import Pool, Worker
@@ -80,7 +80,7 @@ class Engines:
     def __init__(
         self, client: HttpClient, pool: Pool, settings: RouterSettings, metrics: RouterMetrics
     ) -> None:
-        self._client = client
+        self.client = client
         self._pool = pool
         self._settings = settings
         self._metrics = metrics
@@ -121,7 +121,7 @@ class Engines:
         """Tell a prefill engine that nobody will come for a transfer. A lease ends where this fails."""
         try:
             async with asyncio.timeout(RELEASE_SECONDS_MAX):
-                answer = await self._client.send(worker.url, call.path, call.headers, call.body)
+                answer = await self.client.send(worker.url, call.path, call.headers, call.body)
                 try:
                     await read_bounded(worker, answer, self._settings.answer_bytes_max)
                 finally:
@@ -133,7 +133,7 @@ class Engines:
         """Ask a decode engine what it keeps of a turn; empty when it does not tell."""
         try:
             async with asyncio.timeout(HELD_SECONDS_MAX):
-                answer = await self._client.send(worker.url, call.path, call.headers, call.body)
+                answer = await self.client.send(worker.url, call.path, call.headers, call.body)
                 try:
                     await self._refuse_failure(worker, answer)
                     raw = await read_bounded(worker, answer, self._settings.answer_bytes_max)
@@ -191,7 +191,7 @@ class Engines:
             LegError: it failed.
         """
         with self.failures(worker):
-            answer = await self._client.send(worker.url, "/v1/models", headers)
+            answer = await self.client.send(worker.url, "/v1/models", headers)
             try:
                 await self._refuse_failure(worker, answer)
                 return await read_bounded(worker, answer, ERROR_BYTES_MAX)
@@ -226,7 +226,7 @@ class Engines:
             return call.sent.answer
         if call.timeline is not None:
             call.timeline.leg_sent(worker.role.value, worker.name, now)
-        return await self._client.send(worker.url, call.path, call.headers, call.body)
+        return await self.client.send(worker.url, call.path, call.headers, call.body)
 
     async def _refuse_failure(self, worker: Worker, answer: Answer) -> None:
         if answer.status != 200:

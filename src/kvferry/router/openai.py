@@ -68,6 +68,8 @@ class ClientRequest:
     stream: bool
     include_usage: bool
     whole_prompt: bool
+    untouched: bool = False
+    """Whether the one body says what the client has sent, nothing taken out."""
 
 
 def read(endpoint: Endpoint, raw: bytes, prompts_max: int) -> ClientRequest:
@@ -76,7 +78,8 @@ def read(endpoint: Endpoint, raw: bytes, prompts_max: int) -> ClientRequest:
     Raises:
         RequestError: 400, naming the field.
     """
-    body = own_body(read_object(raw))
+    sent = read_object(raw)
+    body = own_body(sent)
     n = _whole_number(body, "n", 1)
     stream = _flag(body, "stream")
     model = body.get("model")
@@ -93,6 +96,7 @@ def read(endpoint: Endpoint, raw: bytes, prompts_max: int) -> ClientRequest:
         stream=stream,
         include_usage=bool(options and options.get("include_usage")),
         whole_prompt=_needs_whole_prompt(body, n),
+        untouched=len(bodies) == 1 and bodies[0] is sent,
     )
 
 
@@ -110,6 +114,11 @@ def prefill_body(endpoint: Endpoint, body: Body, params: Body) -> Body:
 def decode_body(body: Body, params: Body | None) -> Body:
     """The decode leg's body: the client's, with its KV's coordinates unless the engine prefills itself."""
     return body if params is None else body | {PARAMS: params}
+
+
+def with_params(raw: bytes, params: bytes) -> bytes:
+    """A JSON object's bytes with `kv_transfer_params` behind its other keys; it is no empty one."""
+    return b'%b,"kv_transfer_params":%b}' % (raw[: raw.rindex(b"}")], params)
 
 
 def client_answer(answer: Body, cached_tokens: int | None) -> Body:
@@ -211,7 +220,12 @@ def read_object(raw: bytes) -> Body:
 
 
 def own_body(body: Body) -> Body:
-    """The body without what would steer the hand-over; vLLM also reads it from `vllm_xargs`."""
+    """The body without what would steer the hand-over; vLLM also reads it from `vllm_xargs`.
+
+    It is the same object where there is nothing to take out.
+    """
+    if PARAMS not in body and "vllm_xargs" not in body:
+        return body
     kept = {key: value for key, value in body.items() if key != PARAMS}
     extra = kept.get("vllm_xargs")
     if isinstance(extra, Mapping) and PARAMS in extra:

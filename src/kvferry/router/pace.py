@@ -38,11 +38,19 @@ class Pace:
     def waiting(self, since: float) -> Iterator[None]:
         """A request waits as long as the block runs."""
         token = object()
-        self._waiting[token] = since
+        self.begin(token, since)
         try:
             yield
         finally:
-            del self._waiting[token]
+            self.end(token)
+
+    def begin(self, token: object, since: float) -> None:
+        """A request waits until `end` is called for the same token."""
+        self._waiting[token] = since
+
+    def end(self, token: object) -> None:
+        """It waits no more. Can be called again."""
+        self._waiting.pop(token, None)
 
     def recent(self, now: float) -> float | None:
         """The mean, or the longest wait that has not ended if that is more; None when nothing is known.

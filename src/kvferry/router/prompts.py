@@ -16,6 +16,7 @@ from kvferry.router.legs import DecodeStream, PrefillAnswer
 from kvferry.router.openai import Body, Endpoint, estimated_tokens
 from kvferry.router.pool import Worker
 from kvferry.router.timeline import Timeline
+from kvferry.router.timeouts import Timeouts
 
 T = TypeVar("T")
 
@@ -85,7 +86,7 @@ class Served:
         self,
         decode: Body | DecodeStream,
         route: Route,
-        prefill: asyncio.Task[PrefillAnswer] | None,
+        prefill: asyncio.Future[PrefillAnswer] | None,
         background: Background,
     ) -> None:
         self.decode = decode
@@ -121,11 +122,13 @@ class Background:
     def __init__(self, linger_seconds: float) -> None:
         self._linger_seconds = linger_seconds
         self._tasks: set[asyncio.Task[None]] = set()
+        self.lingering = Timeouts(linger_seconds)
+        """Prefill legs that no task waits for."""
 
     def __len__(self) -> int:
-        return len(self._tasks)
+        return len(self._tasks) + len(self.lingering)
 
-    def adopt(self, leg: asyncio.Task[PrefillAnswer]) -> None:
+    def adopt(self, leg: asyncio.Future[PrefillAnswer]) -> None:
         """Let `leg` finish, or cancel it when its time is over."""
         self.run(self._linger(leg))
 
@@ -137,19 +140,22 @@ class Background:
 
     async def close(self) -> None:
         """Cancel all."""
+        for leg in self.lingering:
+            leg.late()
+        self.lingering.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _linger(self, leg: asyncio.Task[PrefillAnswer]) -> None:
+    async def _linger(self, leg: asyncio.Future[PrefillAnswer]) -> None:
         try:
             await asyncio.wait({leg}, timeout=self._linger_seconds)
         finally:
             await cancelled(leg)
 
 
-async def cancelled(*tasks: asyncio.Task[Any]) -> None:
+async def cancelled(*tasks: asyncio.Future[Any]) -> None:
     """Cancel the tasks and wait for their end, whatever it is."""
     for task in tasks:
         task.cancel()
@@ -174,7 +180,7 @@ async def in_a_task(leg: Coroutine[Any, Any, Body | DecodeStream]) -> Body | Dec
         raise
 
 
-def close_stream(leg: asyncio.Task[Body | DecodeStream]) -> None:
+def close_stream(leg: asyncio.Future[Body | DecodeStream]) -> None:
     """Close the stream that an ended leg has brought, if it has."""
     if not leg.cancelled() and leg.exception() is None:
         stream = leg.result()
@@ -182,7 +188,7 @@ def close_stream(leg: asyncio.Task[Body | DecodeStream]) -> None:
             stream.close()
 
 
-def may_be_held(prefill: asyncio.Task[PrefillAnswer]) -> bool:
+def may_be_held(prefill: asyncio.Future[PrefillAnswer]) -> bool:
     """Whether the engine may keep KV after its leg has ended and decode has not been served.
 
     A cancelled leg's engine may have ended it before it heard of that.

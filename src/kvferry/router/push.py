@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from kvferry.handoff import DecodeParams, PrefillParams, SourceParams
 from kvferry.ids import TransferId
-from kvferry.router.attempts import Attempts
+from kvferry.router.attempts import Attempts, Beginning
 from kvferry.router.failures import LegError, Reason
 from kvferry.router.guard import too_slow
 from kvferry.router.legs import DecodeStream, PrefillAnswer
-from kvferry.router.openai import Body
+from kvferry.router.openai import Body, ClientRequest
 from kvferry.router.policy import overlap_seconds
 from kvferry.router.pool import Role, Worker, same_engine
-from kvferry.router.prompts import Route, Served, cancelled, close_stream, leg_task, may_be_held
+from kvferry.router.prompts import Prompt, Route, Served, cancelled, close_stream, leg_task, may_be_held
 from kvferry.router.queueing import Ticket
+from kvferry.router.timeline import Timeline
 
 _HOLD_SECONDS_MIN = 0.001
 """Less is not worth a timer, and may be less than the clock can tell."""
@@ -35,10 +37,10 @@ class Legs:
     source: SourceParams
     """Where the decode leg is told to expect the KV from."""
     transfer: TransferId
-    prefill: asyncio.Task[PrefillAnswer]
+    prefill: asyncio.Future[PrefillAnswer]
     consumer: Worker | None = None
     """The decode engine, once it has been asked."""
-    decode: asyncio.Task[Body | DecodeStream] | None = None
+    decode: asyncio.Future[Body | DecodeStream] | None = None
 
     async def cancel(self) -> None:
         """End both, and give back what an answer that came too late holds."""
@@ -47,6 +49,18 @@ class Legs:
             return
         self.decode.add_done_callback(close_stream)
         await cancelled(self.prefill, self.decode)
+
+
+@dataclass(slots=True)
+class Begun:
+    """A request whose legs are under way, for a task that goes on with it."""
+
+    legs: Legs
+    prompt: Prompt
+    beginning: Beginning
+    request: ClientRequest
+    request_id: str
+    timeline: Timeline
 
 
 async def push(
@@ -65,19 +79,44 @@ async def push(
     params = attempts.history() | producing.to_params()
     leg, ticket = attempts.legs.send_prefill(prefill, headers, params)
     legs = Legs(prefill, source, transfer, leg)
+
+    return await _served(attempts, legs, _both(attempts, legs, headers, decode, ticket))
+
+
+async def go_on(attempts: Attempts, legs: Legs) -> Served:
+    """Wait for the decode leg's answer, both legs being under way.
+
+    Raises:
+        Again: both legs shall be sent anew.
+        LegError: a leg failed for good.
+    """
+    return await _served(attempts, legs, _outcome(attempts, legs))
+
+
+async def _served(
+    attempts: Attempts, legs: Legs, outcome: Coroutine[Any, Any, Body | DecodeStream]
+) -> Served:
     try:
-        with prefill.transferring():
-            if decode is None:
-                decode = await _late_decode(attempts, legs, ticket)
-            _send_decode(attempts, legs, headers, decode)
-            answer = await _outcome(attempts, legs)
+        with legs.worker.transferring():
+            answer = await outcome
     except BaseException:
         await legs.cancel()
         if may_be_held(legs.prefill):
             attempts.legs.release(legs.worker, legs.source, legs.transfer)
         raise
-    route = Route(decode=decode, prefill=prefill, mode="push", transfer=legs.transfer)
+    assert legs.consumer is not None
+    route = Route(decode=legs.consumer, prefill=legs.worker, mode="push", transfer=legs.transfer)
     return Served(answer, route, legs.prefill, attempts.services.background)
+
+
+async def _both(
+    attempts: Attempts, legs: Legs, headers: Mapping[str, str], decode: Worker | None, ticket: Ticket
+) -> Body | DecodeStream:
+    """Send the decode leg, too, and wait for its answer."""
+    if decode is None:
+        decode = await _late_decode(attempts, legs, ticket)
+    _send_decode(attempts, legs, headers, decode)
+    return await _outcome(attempts, legs)
 
 
 async def _late_decode(attempts: Attempts, legs: Legs, ticket: Ticket) -> Worker:
@@ -128,7 +167,8 @@ async def _outcome(attempts: Attempts, legs: Legs) -> Body | DecodeStream:
     clock = asyncio.get_running_loop().time
     sent, late = clock(), legs.prefill.done()
     try:
-        await asyncio.wait({legs.prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
+        both: set[asyncio.Future[Any]] = {legs.prefill, decode}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
     finally:
         attempts.held(0.0 if late else clock() - sent)
     attempts.early.prefilled(consumer)
@@ -182,7 +222,7 @@ async def _after_prefill_failure(attempts: Attempts, legs: Legs, failure: LegErr
     attempts.decode_alone(failure.reason.value)
 
 
-def _after_recovery(attempts: Attempts, decode: asyncio.Task[Body | DecodeStream]) -> None:
+def _after_recovery(attempts: Attempts, decode: asyncio.Future[Body | DecodeStream]) -> None:
     """A decode leg that could not recover is sent anew: its engine may fail requests whose KV is lost."""
     if not decode.done():
         attempts.decode_alone("recovery")

@@ -15,6 +15,7 @@ from kvferry.router.errors import Cause
 from kvferry.router.legs import DecodeStream, LegError, Reason
 from kvferry.router.openai import PARAMS, Body, ClientRequest, client_answer, joined, shifted, summed
 from kvferry.router.prompts import Prompt, Route, Served
+from kvferry.router.push import Begun
 from kvferry.router.sse import DONE, data_of, event_of
 from kvferry.router.timeline import Timeline
 
@@ -66,12 +67,16 @@ class Relay:
         account: Account,
         session: str | None = None,
         timeline: Timeline | None = None,
+        begun: Begun | None = None,
     ) -> None:
         self.account = account
         self._dispatcher = dispatcher
         self._request = request
         self._answer_id = f"cmpl-{request_id}"
-        self._prompts = [
+        self._begun = begun
+        """Of its only prompt."""
+        self._prompts = [] if begun is None else [begun.prompt]
+        self._prompts = self._prompts or [
             Prompt(
                 endpoint=request.endpoint,
                 body=body,
@@ -117,7 +122,7 @@ class Relay:
         outlet.write(DONE)
 
     async def _answer(self, prompt: Prompt) -> Body:
-        served = await self._dispatcher.serve(prompt)
+        served = await self._dispatcher.serve(prompt, self._begun)
         try:
             assert isinstance(served.decode, dict)
             self.account.note(served.route)
@@ -129,7 +134,7 @@ class Relay:
 
     async def _pour(self, prompt: Prompt, outlet: Outlet) -> None:
         """Send one prompt's stream as it comes, reading no more of it while the client is behind."""
-        served = await self._dispatcher.serve(prompt)
+        served = await self._dispatcher.serve(prompt, self._begun)
         held: object = None
         try:
             stream = served.decode
@@ -138,8 +143,8 @@ class Relay:
 
             def told(events: list[bytes]) -> None:
                 nonlocal held
-                held = _params_in(events) or held
-                plain(b"".join([_client_event(event, served) for event in events]))
+                held = params_in(events) or held
+                plain(b"".join([client_event(event, served.cached_tokens) for event in events]))
 
             def plain(piece: bytes) -> None:
                 outlet.write(piece)
@@ -155,14 +160,14 @@ class Relay:
 
     async def _batches(self, prompt: Prompt) -> AsyncGenerator[tuple[list[bytes], int | None]]:
         """The events of one prompt's stream, with the prefill engine's count of cached tokens."""
-        served = await self._dispatcher.serve(prompt)
+        served = await self._dispatcher.serve(prompt, self._begun)
         try:
             assert isinstance(served.decode, DecodeStream)
             self.account.note(served.route)
             held = None
             with self._failures():
                 while (events := await served.decode.more()) is not None:
-                    held = _params_in(events) or held
+                    held = params_in(events) or held
                     yield events, served.cached_tokens
             self._finish(prompt, served, held)
         finally:
@@ -245,17 +250,15 @@ class _Lane:
         return chunks
 
 
-def _client_event(event: bytes, served: Served) -> bytes:
+def client_event(event: bytes, cached_tokens: int | None) -> bytes:
     """An event as the client gets it; parsed only when there may be something to change."""
-    if b"kv_transfer_params" not in event and (b'"usage"' not in event or served.cached_tokens is None):
+    if b"kv_transfer_params" not in event and (b'"usage"' not in event or cached_tokens is None):
         return event
     chunk = _chunk(event)
-    return (
-        event if chunk is None else event_of(msgspec.json.encode(client_answer(chunk, served.cached_tokens)))
-    )
+    return event if chunk is None else event_of(msgspec.json.encode(client_answer(chunk, cached_tokens)))
 
 
-def _params_in(events: list[bytes]) -> object:
+def params_in(events: list[bytes]) -> object:
     """The last `kv_transfer_params` in a batch of events; None when there are none."""
     chunks = [_chunk(event) or {} for event in events if b"kv_transfer_params" in event]
     return next((chunk[PARAMS] for chunk in reversed(chunks) if chunk.get(PARAMS)), None)

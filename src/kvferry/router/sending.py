@@ -15,7 +15,6 @@ from kvferry.router.choosing import Choosing
 from kvferry.router.guard import Guard
 from kvferry.router.legs import Call, DecodeStream, PrefillAnswer
 from kvferry.router.openai import Body, Endpoint, decode_body, prefill_body
-from kvferry.router.policy import CACHE_POLICIES
 from kvferry.router.pool import Role, Worker
 from kvferry.router.probe import release_body
 from kvferry.router.prompts import Prompt, in_a_task, leg_task
@@ -56,6 +55,14 @@ class Sending:
         self._choosing.sent(Role.DECODE)
         body = decode_body(self._prompt.body, params)
         call = self._call(worker, headers, body, self._prompt.expected_tokens)
+        return await self.decode_call(worker, call, seconds)
+
+    async def decode_call(self, worker: Worker, call: Call, seconds: float = 0.0) -> Body | DecodeStream:
+        """Run a decode leg that is made, or even under way.
+
+        Raises:
+            LegError: it failed before its answer.
+        """
         engines = self._services.engines
         with Guard(self._services.pool, worker):
             answer: Body | DecodeStream
@@ -63,7 +70,7 @@ class Sending:
                 answer = await _within(seconds, engines.stream(worker, call))
             else:
                 answer = await _within(seconds, engines.answer(worker, call))
-        self._remember_prefix(worker)
+        self._services.remember_prefix(self._prompt, worker)
         return answer
 
     def send_prefill(
@@ -82,11 +89,19 @@ class Sending:
         self._choosing.sent(Role.PREFILL)
         body = prefill_body(self._prompt.endpoint, self._prompt.body, params)
         call = self._call(worker, headers, body, self._prompt.estimated_tokens)
+        return await self.prefill_call(worker, call, ticket)
+
+    async def prefill_call(self, worker: Worker, call: Call, ticket: Ticket) -> PrefillAnswer:
+        """Run a prefill leg that is made, or even under way.
+
+        Raises:
+            LegError: it failed.
+        """
         with Guard(self._services.pool, worker):
             leg = self._services.engines.prefill(worker, call)
             answer = await _within(self._settings.leg_timeout_seconds, leg)
         worker.queue.finished(ticket, answer.cached_tokens or 0, asyncio.get_running_loop().time())
-        self._remember_prefix(worker)
+        self._services.remember_prefix(self._prompt, worker)
         return answer
 
     def release(self, worker: Worker, source: SourceParams | None, transfer: TransferId) -> None:
@@ -101,9 +116,7 @@ class Sending:
 
     def headers(self) -> dict[str, str]:
         """The headers of one dispatch's legs, with an id of its own."""
-        # Engines that pair legs by the id strip `-` and 8 hexadecimal digits; 16 are not mistaken for these.
-        request_id = f"{self._prompt.request_id}-{secrets.token_hex(8)}"
-        return {**self._prompt.headers, "Content-Type": "application/json", "X-Request-Id": request_id}
+        return leg_headers(self._prompt)
 
     def _call(self, worker: Worker, headers: Mapping[str, str], body: Body, tokens: int) -> Call:
         if worker.rank is not None:
@@ -111,10 +124,12 @@ class Sending:
         encoded = msgspec.json.encode(body)
         return Call(self._prompt.endpoint.value, encoded, headers, tokens, self._prompt.timeline)
 
-    def _remember_prefix(self, worker: Worker) -> None:
-        if self._settings.policy(worker.role) in CACHE_POLICIES:
-            pool = self._services.pool
-            pool.prefixes.note(self._prompt.fingerprint.chain, worker, pool.clock())
+
+def leg_headers(prompt: Prompt) -> dict[str, str]:
+    """The headers of one dispatch's legs, with an id of its own."""
+    # Engines that pair legs by the id strip `-` and 8 hexadecimal digits; 16 are not mistaken for these.
+    request_id = f"{prompt.request_id}-{secrets.token_hex(8)}"
+    return {**prompt.headers, "Content-Type": "application/json", "X-Request-Id": request_id}
 
 
 async def _within(seconds: float, leg: Coroutine[Any, Any, T]) -> T:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from kvferry.router.affinity import Turns
+import asyncio
+
+from kvferry.router.affinity import Continuation, Turns
 from kvferry.router.budget import RetryBudget
 from kvferry.router.health import Monitor
 from kvferry.router.legs import Engines
 from kvferry.router.metrics import RouterMetrics
+from kvferry.router.policy import CACHE_POLICIES
 from kvferry.router.pool import ANYTHING, Ask, Pool, Role, Worker
-from kvferry.router.prompts import Background
+from kvferry.router.prompts import Background, Prompt
 from kvferry.router.settings import RouterSettings
+
+_BLOCK_TOKENS = 16
+"""What vLLM's blocks hold unless told otherwise; the router does not learn of another size."""
 
 
 class Services:
@@ -28,6 +34,7 @@ class Services:
         self.engines = engines
         self.monitor = monitor
         self.metrics = metrics
+        self.clock = asyncio.get_running_loop().time
         self.turns = Turns(settings.turns_max, settings.turn_seconds)
         self.background = Background(settings.prefill_linger_seconds)
         self.budget = RetryBudget(settings.retry_budget)
@@ -51,3 +58,20 @@ class Services:
         if not self.pool.any_ready(role):
             await self.monitor.recheck(role)
         return self.pool.any_ready(role)
+
+    def continuation(self, prompt: Prompt) -> Continuation | None:
+        """The prompt, and the turn that it continues if one is known; None where that is not looked for."""
+        if self.settings.affinity != "conversation":
+            return None
+        turn = self.turns.recall(prompt.fingerprint, self.pool.clock())
+        return Continuation(prompt.fingerprint, turn, self.metrics)
+
+    def remember_prefix(self, prompt: Prompt, worker: Worker) -> None:
+        """A worker has computed the prompt."""
+        if self.settings.policy(worker.role) in CACHE_POLICIES:
+            self.pool.prefixes.note(prompt.fingerprint.chain, worker, self.pool.clock())
+
+    def note_held(self, tokens: int, seconds: float) -> None:
+        """A decode engine held room for a prompt of so many tokens while its prefill had not ended."""
+        blocks = -(-tokens // _BLOCK_TOKENS)
+        self.metrics.held_block_seconds.inc(max(seconds, 0.0) * blocks)

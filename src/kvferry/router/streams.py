@@ -40,6 +40,7 @@ class DecodeStream:
         self.reads = 0
         """How often something has come."""
         self._answer = answer
+        self._event_bytes_max = event_bytes_max
         self._splitter = EventSplitter(event_bytes_max)
         self._give_back: Callable[[], None] = lambda: None
         self._first: list[bytes] | None = None
@@ -137,40 +138,43 @@ class DecodeStream:
 
     def arrived(self, data: bytes) -> None:
         """Take in what the connection has read, nothing at the end; called by it."""
-        sink = self._sink
-        if sink is None:
+        if self._sink is None:
             return
         try:
-            if not data:
-                raise self._ended()  # noqa: TRY301 - one place sorts what goes wrong
-            self.reads += 1
-            if self._splitter.empty:
-                end = _plain_until(data)
-                if end == len(data):
-                    sink.plain(data)
-                    return
-                if end:
-                    # All but `[DONE]`, which ends it.
-                    self._finished = True
-                    sink.plain(data[:end])
-            if not self._finished:
-                events = self._events(data)
-                if events:
-                    sink.told(events)
-                if self._failure is not None:
-                    raise self._failure  # noqa: TRY301
+            self._sort(self._sink, data)
         except Exception as error:  # noqa: BLE001 - whatever it is, the one who pours gets it
-            self._sink = None
-            sink.end(error)
+            self._tell_end(error)
         else:
             if self._finished:
-                self._sink = None
-                sink.end(None)
+                self._tell_end(None)
+
+    def _tell_end(self, error: Exception | None) -> None:
+        # The sink may be another one than before: the first events make a leg a stream.
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            sink.end(error)
+
+    def _sort(self, sink: Sink, data: bytes) -> None:
+        if not data:
+            raise self._ended()
+        self.reads += 1
+        if self._splitter.empty and len(data) <= self._event_bytes_max:
+            end = _plain_until(data)
+            if end:
+                # If it is not all, the rest is `[DONE]`.
+                self._finished = end < len(data)
+                sink.plain(data[:end])
+                return
+        events = self._events(data)
+        if events:
+            sink.told(events)
+        if self._failure is not None:
+            raise self._failure
 
     async def _opening(self) -> list[bytes] | None:
         """The first events: one piece, not cut, when they are whole and plain."""
         data = await self._read()
-        if _plain_until(data) == len(data):
+        if _plain_until(data) == len(data) <= self._event_bytes_max:
             self._first_whole = True
             return [data]
         return self._events(data) or await self._next()

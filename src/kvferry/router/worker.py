@@ -64,6 +64,13 @@ class Leg:
     """How often something had come when the engine was first found silent."""
 
 
+class Waiting(Protocol):
+    """A leg that has no answer yet."""
+
+    def lose(self) -> None:
+        """No answer will come."""
+
+
 @dataclass(slots=True, eq=False)
 class Answering:
     """A task of its own that waits for an engine's answer and for nothing else."""
@@ -103,7 +110,7 @@ class Worker:
     legs: set[Leg] = field(default_factory=set)
     tokens: int = 0
     """Of all open legs, and of those that are about to be sent."""
-    waits: set[Answering] = field(default_factory=set)
+    waits: set[Waiting] = field(default_factory=set)
     """Those legs that have no answer yet."""
     transfers: int = 0
     """A prefill engine's: hand-overs that have not ended, those included whose prefill has."""
@@ -128,6 +135,11 @@ class Worker:
     def headers(self) -> Mapping[str, str]:
         """What a request carries so that it reaches this one of several behind the address."""
         return {} if self.rank is None else {RANK_HEADER: str(self.rank)}
+
+    @property
+    def header_lines(self) -> bytes:
+        """The same as bytes."""
+        return b"" if self.rank is None else b"%b: %d\r\n" % (RANK_HEADER.encode(), self.rank)
 
     @property
     def in_flight(self) -> int:

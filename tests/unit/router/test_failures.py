@@ -415,8 +415,8 @@ async def test_a_client_that_does_not_read_is_hung_up_on_at_its_deadline(stream:
         writer.write(head.encode() + body)
         await world.d.received(1)
         await world.client_stuck()
-        (bound,) = world.router.api.deadlines.bounds
-        bound.reschedule(asyncio.get_running_loop().time())
+        assert len(world.router.api.deadlines) == 1
+        world.router.api.deadlines.expire()
         await until(lambda: world.count("push", "error", "timeout"))
         await world.legs_ended()
         received = bytearray()

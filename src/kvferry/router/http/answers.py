@@ -97,9 +97,18 @@ class Answer:
         if self.ended or self.failure is not None:
             self._told_end()
 
+    def redirect(self, sink: Callable[[bytes], None]) -> None:
+        """Give what will arrive to another sink; called by the one that is being told."""
+        self._sink = sink
+
     def stop_pouring(self) -> None:
         """Give nothing more to the sink."""
         self._sink = None
+
+    def give_back(self, pieces: list[bytes]) -> None:
+        """Let what has been poured be read again, by whoever reads it next; nothing is poured any more."""
+        self._sink = None
+        self._chunks[:0] = pieces
 
     def header(self, name: bytes) -> str:
         """A header by its name in lower case; empty when it is absent."""

@@ -100,7 +100,7 @@ class HttpClient:
         return answer
 
     def start(self, url: str, path: str, lines: bytes, body: bytes | None = None) -> Answer:
-        """Send the same, on an open connection at once, else on a new one; its answer may fail as `send` does.
+        """Send the same, at once or on a connection that is made for it; the answer may fail as `send` does.
 
         `lines` are the headers as they are sent.
         """
@@ -152,15 +152,19 @@ class HttpClient:
             ConnectError: there is none.
         """
         tls = self._tls if origin.tls else None
+        connection = _Connection(self, origin, self._loop)
         try:
             async with asyncio.timeout(self._connect_seconds):
-                _, connection = await self._loop.create_connection(
-                    lambda: _Connection(self, origin, self._loop), origin.host, origin.port, ssl=tls
-                )
-        except TimeoutError as error:
-            raise ConnectError(f"no connection within {self._connect_seconds:g} s") from error
-        except OSError as error:
-            raise ConnectError(str(error) or type(error).__name__) from error
+                await self._loop.create_connection(lambda: connection, origin.host, origin.port, ssl=tls)
+        except BaseException as error:
+            # uvloop tells no protocol of the end of a connection whose making was cancelled.
+            connection.abort()
+            self.closed(connection)
+            if isinstance(error, TimeoutError):
+                raise ConnectError(f"no connection within {self._connect_seconds:g} s") from error
+            if isinstance(error, OSError):
+                raise ConnectError(str(error) or type(error).__name__) from error
+            raise
         return connection
 
     def _close_idle(self) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from kvferry.router.errors import Cause, RequestError
 from kvferry.router.http.messages import date, header_lines, status_line
@@ -47,17 +47,50 @@ class App(Protocol):
     def screen(self, request: Request) -> RequestError | None:
         """Why the body of a request shall not be read, if it shall not."""
 
-    async def handle(self, request: Request, reply: Reply) -> None:
-        """Answer the request, whatever happens; cancelled when the client is gone."""
+    def begin(self, request: Request, reply: Reply) -> Serving | None:
+        """Answer the request without a task, and tell `reply` when it is over; None: `handle` shall do it."""
+
+    async def handle(self, request: Request, reply: Reply, begun: Any = None) -> None:
+        """Answer the request, whatever happens; cancelled when the client is gone.
+
+        `begun` is what has been given to `Reply.serve_on`.
+        """
+
+
+class Serving(Protocol):
+    """A request that is served without a task."""
+
+    def cancel(self) -> None:
+        """The client is gone."""
+
+
+class _Beginning:
+    """Stands for what is about to be served without a task."""
+
+    def cancel(self) -> None:
+        """Nothing has begun."""
+
+
+_BEGINNING = _Beginning()
 
 
 class Reply:
     """The way back to one client, for one request."""
 
-    __slots__ = ("_chunked", "_connection", "_head", "_with_body", "ended", "keeps_alive", "started")
+    __slots__ = (
+        "_chunked",
+        "_connection",
+        "_head",
+        "_with_body",
+        "ended",
+        "keeps_alive",
+        "request",
+        "started",
+    )
 
     def __init__(self, connection: Connection, request: Request) -> None:
         self._connection = connection
+        self.request = request
         self._chunked = request.version != "1.0"
         self._with_body = request.method != "HEAD"
         self._head = b""
@@ -110,6 +143,14 @@ class Reply:
         """End the connection at once, with what is buffered for a client that does not read."""
         self._connection.hang_up()
 
+    def over(self) -> None:
+        """The request, which no task serves, has been served."""
+        self._connection.over(self)
+
+    def serve_on(self, begun: object, abandoned: Callable[[], None]) -> None:
+        """Let a task go on by the app's `handle`, or be `abandoned` if the client leaves before it begins."""
+        self._connection.serve_on(self, begun, abandoned)
+
     def _lines(self, status: int, headers: Mapping[str, str], length: bytes) -> bytes:
         end = b"\r\n" if self.keeps_alive else b"Connection: close\r\n\r\n"
         if self.keeps_alive and not self._chunked:
@@ -129,6 +170,8 @@ class Connection(asyncio.Protocol):
         self.paused = False
         self.on_room: Callable[[], None] | None = None
         self.task: asyncio.Task[None] | None = None
+        self.serving: Serving | None = None
+        """What is served without a task."""
         self._waiting: deque[Request] = deque()
         self._room: asyncio.Future[None] | None = None
         self._late: asyncio.TimerHandle | None = None
@@ -177,19 +220,18 @@ class Connection(asyncio.Protocol):
         self._waiting.clear()
         if self._late is not None:
             self._late.cancel()
-        if self.task is not None:
-            self.task.cancel()
         self.transport = None
+        self.cancel()
 
     # --- told by the reader --------------------------------------------------
 
     def _expects(self) -> None:
         # Amid another answer it would be part of that; the client sends the body after a while anyway.
-        if self.task is None:
+        if not self.busy:
             self.write(CONTINUE)
 
     def _arrived(self, request: Request) -> None:
-        if self.task is None:
+        if not self.busy:
             self._serve(request)
         else:
             self._waiting.append(request)
@@ -206,7 +248,19 @@ class Connection(asyncio.Protocol):
     @property
     def idle(self) -> bool:
         """Whether it waits for a request."""
-        return self.task is None and not self._reader.within
+        return not self.busy and not self._reader.within
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is being served."""
+        return self.task is not None or self.serving is not None
+
+    def cancel(self) -> None:
+        """Serve no more."""
+        if self.task is not None:
+            self.task.cancel()
+        if self.serving is not None:
+            self.serving.cancel()
 
     def write(self, data: bytes) -> None:
         """Send bytes to the client.
@@ -232,15 +286,46 @@ class Connection(asyncio.Protocol):
         if self.transport is not None:
             self.transport.abort()
 
+    def over(self, reply: Reply) -> None:
+        """A request that was served without a task is over."""
+        self.serving = None
+        self._ended(reply)
+
+    def serve_on(self, reply: Reply, begun: object, abandoned: Callable[[], None]) -> None:
+        """Serve by a task what was begun without one."""
+        begins = False
+
+        async def handle() -> None:
+            nonlocal begins
+            begins = True
+            await self._server.app.handle(reply.request, reply, begun)
+
+        self.go_on(reply, handle)
+        assert self.task is not None
+        # A task that is cancelled before it has begun does nothing at all.
+        self.task.add_done_callback(lambda _: None if begins else abandoned())
+
+    def go_on(self, reply: Reply, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Serve by a task."""
+        self.serving = None
+        self.task = self._loop.create_task(self._run(work, reply))
+
     def _serve(self, request: Request) -> None:
         reply = Reply(self, request)
         if self._server.closing:
             reply.keeps_alive = False
-        self.task = self._loop.create_task(self._run(request, reply))
+        app = self._server.app
+        self.serving = _BEGINNING
+        serving = app.begin(request, reply)
+        if serving is None:
+            self.go_on(reply, lambda: app.handle(request, reply))
+        elif self.serving is _BEGINNING:
+            # Else it is over, or a task goes on with it.
+            self.serving = serving
 
-    async def _run(self, request: Request, reply: Reply) -> None:
+    async def _run(self, work: Callable[[], Coroutine[Any, Any, None]], reply: Reply) -> None:
         try:
-            await self._server.app.handle(request, reply)
+            await work()
         finally:
             self.task = None
             self._ended(reply)
@@ -320,8 +405,8 @@ class HttpServer:
         if self._sweep is not None:
             self._sweep.cancel()
         tasks = [connection.task for connection in self.connections if connection.task is not None]
-        for task in tasks:
-            task.cancel()
+        for connection in list(self.connections):
+            connection.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for connection in list(self.connections):
             connection.hang_up()

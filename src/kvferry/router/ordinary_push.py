@@ -1,0 +1,402 @@
+"""One push by callbacks: both legs written at once, the decode engine's bytes handed on as they come.
+
+No task runs for it. It ends here when all goes well, when the client leaves, and when something fails after
+the client's first byte. Whatever else happens, a leg that fails or a prefill engine that is another one, is
+handed over to the tasks of `push`, with both legs as they are: they know what a failure leads to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvferry.handoff import SourceParams
+from kvferry.ids import TransferId
+from kvferry.router.accounting import Accounting
+from kvferry.router.admission import Admission
+from kvferry.router.affinity import Continuation
+from kvferry.router.attempts import Beginning
+from kvferry.router.choosing import Choosing
+from kvferry.router.dispatch import Dispatcher
+from kvferry.router.errors import JSON, Cause, RequestError
+from kvferry.router.exchange import Deadlines, StreamOutlet
+from kvferry.router.failures import LegError, Reason
+from kvferry.router.http.reading import Request
+from kvferry.router.http.server import Reply
+from kvferry.router.legs import Call, DecodeStream, PrefillAnswer
+from kvferry.router.open_legs import OpenLeg, PrefillLeg, StreamLeg, WholeLeg
+from kvferry.router.openai import PARAMS, Body, ClientRequest, client_answer
+from kvferry.router.pool import Worker, same_engine
+from kvferry.router.prompts import Prompt, Route, close_stream, leg_task, may_be_held
+from kvferry.router.push import Begun, Legs
+from kvferry.router.relay import client_event, params_in
+from kvferry.router.sending import Sending
+from kvferry.router.sse import DONE, event_of
+from kvferry.router.timeline import Timeline
+
+logger = logging.getLogger(__name__)
+
+_WHOLE_BYTES_MAX = 32 << 10
+"""A longer answer may have to wait for its client, for which a task is due."""
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """What all of them use."""
+
+    dispatcher: Dispatcher
+    admission: Admission
+    deadlines: Deadlines
+    accounting: Accounting
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A client's request that is to be pushed."""
+
+    request: Request
+    reply: Reply
+    request_id: str
+    read: ClientRequest
+    prompt: Prompt
+    timeline: Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Between which engines."""
+
+    prefill: Worker
+    source: SourceParams
+    decode: Worker
+    transfer: TransferId
+    before: Continuation | None
+    met: int
+    """Legs in flight at the decode engine when it was chosen."""
+
+
+class OrdinaryPush:
+    """Its request has been admitted; it gives the place back, and tells the connection when it is over."""
+
+    __slots__ = (
+        "_answered", "_asked", "_cached_tokens", "_chosen", "_decode", "_decode_ended", "_desk", "_held",
+        "_outlet", "_over", "_prefill", "_prefill_ended", "_prefilled", "_sent",
+    )  # fmt: skip
+
+    def __init__(self, desk: Desk, asked: Asked, chosen: Chosen, now: float) -> None:
+        self._desk = desk
+        self._asked = asked
+        self._chosen = chosen
+        self._sent = now
+        dispatcher, prompt, timeline = desk.dispatcher, asked.prompt, asked.timeline
+        self._prefill = PrefillLeg(dispatcher, self, chosen.prefill, prompt.estimated_tokens, timeline, now)
+        leg = StreamLeg if prompt.stream else WholeLeg
+        self._decode: OpenLeg = leg(dispatcher, self, chosen.decode, prompt.expected_tokens, now)
+        self._prefill_ended: PrefillAnswer | LegError | None = None
+        self._decode_ended: Body | LegError | None = None
+        self._prefilled = 0.0
+        """When the prefill leg has ended, if it has before the decode leg's answer."""
+        self._answered = False
+        """Whether the decode leg's answer is there, or begins to be."""
+        self._outlet: StreamOutlet | None = None
+        self._held: object = None
+        self._cached_tokens: int | None = None
+        self._over = False
+        chosen.prefill.transfers += 1
+        timeline.leg_sent("prefill", chosen.prefill.name, now)
+        timeline.leg_sent("decode", chosen.decode.name, now)
+        desk.deadlines.pushes.add(self, timeline.arrived)
+
+    def begin(self, lines: bytes, prefill: bytes, decode: bytes) -> None:
+        """Send both legs."""
+        client = self._desk.dispatcher.engines.client
+        path = self._asked.read.endpoint.value
+        for leg, body in ((self._prefill, prefill), (self._decode, decode)):
+            leg.answer = client.start(leg.worker.url, path, lines + leg.worker.header_lines, body)
+        self._prefill.watch()
+        self._decode.watch()
+
+    # --- told by the legs ----------------------------------------------------
+
+    def prefilled(self, answer: PrefillAnswer | None, failure: LegError | None) -> None:
+        """The prefill leg has ended."""
+        if answer is not None:
+            self._remember_prefix(self._chosen.prefill)
+            self._cached_tokens = answer.cached_tokens
+        self._prefill_ended = answer or failure
+        if self._answered:
+            self._desk.dispatcher.background.lingering.discard(self._prefill)
+            return
+        self._first_ended()
+        if answer is None or not (
+            answer.source is None
+            or answer.source is self._chosen.source
+            or same_engine(answer.source, self._chosen.source)
+        ):
+            self._hand_over()
+            return
+        if self._asked.prompt.stream:
+            self._chosen.decode.pace.begin(self, self._pool_clock())
+
+    def decode_failed(self, failure: LegError) -> None:
+        """No answer has come of it."""
+        self._decode_ended = failure
+        self._first_ended()
+        self._hand_over()
+
+    def decoded(self, answer: Body, length: int) -> None:
+        """The whole answer is there."""
+        if length > _WHOLE_BYTES_MAX:
+            self._decode_ended = answer
+            self._first_ended()
+            self._hand_over()
+            return
+        self._decode_answered()
+        asked = self._asked
+        told = msgspec.json.encode(client_answer(answer, self._cached_tokens))
+        asked.timeline.first_byte = asked.timeline.answered
+        asked.reply.send(200, {"X-Request-Id": asked.request_id, "Content-Type": JSON}, told)
+        self._held = answer.get(PARAMS)
+        self._served()
+
+    def told(self, events: list[bytes]) -> None:
+        """Events of the stream in which something may have to change."""
+        self._held = params_in(events) or self._held
+        self.plain(b"".join([client_event(event, self._cached_tokens) for event in events]))
+
+    def plain(self, piece: bytes) -> None:
+        """Events of the stream, as the client gets them."""
+        outlet = self._outlet
+        if outlet is None:
+            self._decode_answered()
+            asked = self._asked
+            metrics = self._desk.dispatcher.metrics
+            outlet = self._outlet = StreamOutlet(asked.reply, asked.request_id, asked.timeline, metrics)
+        outlet.write(piece)
+        if outlet.full:
+            stream = self._decode.stream
+            assert isinstance(stream, DecodeStream)
+            stream.hold()
+            outlet.when_room(stream.go_on)
+
+    def end(self, error: Exception | None) -> None:
+        """The stream is over."""
+        if error is None:
+            try:
+                assert self._outlet is not None
+                self._outlet.write(DONE)
+                self._asked.reply.end()
+            except ConnectionError as gone:
+                self.broken(gone)
+            else:
+                self._served()
+        elif isinstance(error, LegError):
+            pool = self._desk.dispatcher.pool
+            if error.reason is Reason.LOST:
+                pool.down(error.worker, str(error))
+            if error.reason is not Reason.REJECTED:
+                error.worker.breaker.failed(pool.clock())
+            self._fail(error.request_error())
+        else:
+            self.broken(error)
+
+    def broken(self, error: Exception) -> None:
+        """Something has gone wrong: the client has left amid a write, or the router has a fault."""
+        if isinstance(error, ConnectionError):
+            self._leave(Cause.CLIENT_GONE)
+            return
+        logger.error("a request failed by a fault of the router", exc_info=error)
+        self._fail(RequestError(500, Cause.INTERNAL, "internal error of the router; see its log"))
+
+    # --- told by the connection, and by the deadline -------------------------
+
+    def cancel(self) -> None:
+        """The client has left, or the router ends."""
+        self._leave(Cause.SHUTTING_DOWN if self._desk.admission.closed else Cause.CLIENT_GONE)
+
+    def late(self) -> None:
+        """The request's time is over."""
+        self._fail(self._desk.deadlines.over())
+
+    # -------------------------------------------------------------------------
+
+    def _first_ended(self) -> None:
+        """The first of the legs has ended, or the decode leg before its answer."""
+        if not self._prefilled:
+            prompt = self._asked.prompt
+            self._prefilled = self._desk.dispatcher.clock()
+            self._desk.dispatcher.note_held(prompt.estimated_tokens, self._prefilled - self._sent)
+
+    def _decode_answered(self) -> None:
+        self._answered = True
+        dispatcher, asked, chosen = self._desk.dispatcher, self._asked, self._chosen
+        now = asked.timeline.answered = dispatcher.clock()
+        prefilled = self._prefilled
+        self._first_ended()
+        if asked.prompt.stream:
+            chosen.decode.pace.end(self)
+            waited = max(now - prefilled, 0.0) if prefilled else 0.0
+            chosen.decode.pace.note(waited, self._pool_clock(), chosen.met)
+        chosen.prefill.transfers -= 1
+        self._remember_prefix(chosen.decode)
+
+    def _remember_prefix(self, worker: Worker) -> None:
+        self._desk.dispatcher.remember_prefix(self._asked.prompt, worker)
+
+    def _pool_clock(self) -> float:
+        return self._desk.dispatcher.pool.clock()
+
+    def _served(self) -> None:
+        """The client has its answer."""
+        chosen, dispatcher = self._chosen, self._desk.dispatcher
+        route = Route(chosen.decode, chosen.prefill, "push", transfer=chosen.transfer)
+        dispatcher.remember(self._asked.prompt, route, self._held)
+        if self._prefill.open:
+            dispatcher.background.lingering.add(self._prefill, dispatcher.clock())
+        self._close_decode()
+        self._note("ok", Cause.NONE, 200)
+        self._asked.reply.over()
+
+    def _leave(self, cause: Cause) -> None:
+        if not self._over:
+            self._drop()
+            self._note("cancelled", cause, 499)
+            self._asked.reply.over()
+
+    def _fail(self, error: RequestError) -> None:
+        if self._over:
+            return
+        self._drop()
+        asked = self._asked
+        reply = asked.reply
+        self._note("error", error.cause, error.status)
+        # Nobody may be left to tell.
+        with suppress(ConnectionError):
+            if not reply.started:
+                headers = error.headers() | {"Content-Type": error.content_type()}
+                reply.send(error.status, headers | {"X-Request-Id": asked.request_id}, error.body())
+            elif reply.full:
+                # A client that does not read would keep what is buffered for it for ever.
+                reply.hang_up()
+            else:
+                reply.write(event_of(msgspec.json.encode(error.shape())))
+                reply.end()
+        reply.over()
+
+    def _note(self, outcome: str, cause: Cause, status: int) -> None:
+        """It is over; count it."""
+        if self._over:
+            return
+        self._over = True
+        desk, asked = self._desk, self._asked
+        desk.deadlines.pushes.discard(self)
+        desk.admission.leave()
+        path = "push" if self._answered else "none"
+        desk.accounting.note(asked.request, asked.request_id, asked.timeline, (path, outcome, cause), status)
+
+    def _drop(self) -> None:
+        """End both legs; what the decode engine may never have heard of is given back."""
+        prefill, chosen = self._prefill, self._chosen
+        held = prefill.open or isinstance(self._prefill_ended, PrefillAnswer)
+        prefill.close()
+        self._close_decode()
+        if not self._answered:
+            chosen.decode.pace.end(self)
+            chosen.prefill.transfers -= 1
+            if held:
+                self._sending().release(chosen.prefill, chosen.source, chosen.transfer)
+
+    def _close_decode(self) -> None:
+        stream = self._decode.stream
+        if self._answered and isinstance(stream, DecodeStream):
+            stream.close()
+        else:
+            self._decode.close()
+
+    def _sending(self) -> Sending:
+        dispatcher, prompt = self._desk.dispatcher, self._asked.prompt
+        return Sending(dispatcher, prompt, Choosing(dispatcher, prompt))
+
+    # --- what is not ordinary ------------------------------------------------
+
+    def _hand_over(self) -> None:
+        """Let tasks go on, from here on as if they had sent the legs."""
+        if self._over:
+            return
+        self._over = True
+        desk, asked, chosen = self._desk, self._asked, self._chosen
+        desk.deadlines.pushes.discard(self)
+        chosen.decode.pace.end(self)
+        chosen.prefill.transfers -= 1
+        legs = Legs(
+            chosen.prefill, chosen.source, chosen.transfer, self._prefill_future(), chosen.decode,
+            self._decode_future(),
+        )  # fmt: skip
+        beginning = Beginning(chosen.before, chosen.met)
+        begun = Begun(legs, asked.prompt, beginning, asked.read, asked.request_id, asked.timeline)
+        asked.reply.serve_on(begun, lambda: self._abandoned(begun))
+
+    def _prefill_future(self) -> asyncio.Future[PrefillAnswer]:
+        ended = self._prefill_ended
+        if ended is not None:
+            return _ended(ended)
+        leg = self._prefill
+        ticket, worker = leg.ticket, leg.worker
+        call = self._call(leg)
+        future = leg_task(self._sending().prefill_call(worker, call, ticket))
+        # A task that is cancelled before it has begun runs no `finally` of its own.
+        future.add_done_callback(lambda _: worker.queue.left(ticket))
+        return _closing(future, call)
+
+    def _decode_future(self) -> asyncio.Future[Body | DecodeStream]:
+        ended = self._decode_ended
+        if ended is not None:
+            return _ended(ended)
+        call = self._call(self._decode)
+        return _closing(leg_task(self._sending().decode_call(self._decode.worker, call)), call)
+
+    def _call(self, leg: OpenLeg) -> Call:
+        """An open leg as one that a task can go on with."""
+        path = self._asked.read.endpoint.value
+        return Call(path, None, {}, leg.tokens, self._asked.timeline, leg.pass_on())
+
+    def _abandoned(self, begun: Begun) -> None:
+        """The client has left before the task that was to go on has begun."""
+        legs = begun.legs
+        assert legs.decode is not None
+        legs.decode.add_done_callback(close_stream)
+        legs.decode.cancel()
+        if not legs.prefill.done() or may_be_held(legs.prefill):
+            legs.prefill.cancel()
+            self._sending().release(legs.worker, legs.source, legs.transfer)
+        self._over = False
+        cause = Cause.SHUTTING_DOWN if self._desk.admission.closed else Cause.CLIENT_GONE
+        self._note("cancelled", cause, 499)
+
+
+def _ended(how: Any) -> asyncio.Future[Any]:
+    """A leg that has ended, as who waits for legs sees it."""
+    future = asyncio.get_running_loop().create_future()
+    if isinstance(how, LegError):
+        future.set_exception(how)
+        # It may stay unread: the other leg may have decided before.
+        future.exception()
+    else:
+        future.set_result(how)
+    return future
+
+
+def _closing(future: asyncio.Future[Any], call: Call) -> asyncio.Future[Any]:
+    """The same future; an answer that nobody will read is closed with it."""
+
+    def ended(leg: asyncio.Future[Any]) -> None:
+        if call.sent is not None and (leg.cancelled() or leg.exception() is not None):
+            call.sent.answer.close()
+
+    future.add_done_callback(ended)
+    return future
