@@ -34,7 +34,7 @@ _SHAPING = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Fingerprint:
     """A prompt, as far as its continuations are concerned."""
 

@@ -56,7 +56,7 @@ class Call:
     """It has been sent: only its answer is to be had."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sent:
     """A leg under way."""
 
@@ -64,7 +64,7 @@ class Sent:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PrefillAnswer:
     """What the router wants to know of a finished prefill leg."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from kvferry.router.counts import Count
 from kvferry.router.histograms import Histogram
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -18,7 +19,7 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = self._counter(
+        self.requests = self._count(
             "kvferry_router_requests_total",
             "Client requests by path (push, pull, local: the decode engine prefilled, none), outcome and"
             " cause.",
@@ -55,7 +56,6 @@ class RouterMetrics:
         self.log_lines_dropped = self._counter(
             "kvferry_router_log_lines_dropped_total", "Lines of the access log that could not be written.", ()
         )
-        self._counted: dict[tuple[str, str, str], Counter] = {}
         self._dispatching()
 
     def _choosing(self) -> None:
@@ -64,12 +64,12 @@ class RouterMetrics:
             "Legs that were sent anew, by the leg that failed and why.",
             ("leg", "reason"),
         )
-        self.transfers = self._counter(
+        self.transfers = self._count(
             "kvferry_router_transfers_total",
             "Dispatches of a prompt to both roles, by mode and why it was chosen.",
             ("mode", "reason"),
         )
-        self.turns = self._counter(
+        self.turns = self._count(
             "kvferry_router_turns_total",
             "Prompts by whether they continue one that is known: new, kept (same decode engine), moved.",
             ("outcome",),
@@ -95,7 +95,7 @@ class RouterMetrics:
             "Retries that the budget of all requests did not allow.",
             (),
         )
-        self.held_block_seconds = self._counter(
+        self.held_block_seconds = self._count(
             "kvferry_router_decode_held_block_seconds_total",
             "Blocks of 16 tokens times seconds for which decode engines held room for prompts whose prefill"
             " had not ended; push only.",
@@ -110,13 +110,12 @@ class RouterMetrics:
     def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
 
+    def _count(self, name: str, text: str, labels: tuple[str, ...]) -> Count:
+        return Count(name, text, labels, self.registry)
+
     def count_request(self, path: str, outcome: str, cause: str) -> None:
         """Count a client request that has ended."""
-        labels = (path, outcome, cause)
-        counter = self._counted.get(labels)
-        if counter is None:
-            counter = self._counted[labels] = self.requests.labels(*labels)
-        counter.inc()
+        self.requests.labels(path, outcome, cause).inc()
 
     def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
         return Histogram(name, text, labels, _LATENCY, self.registry)

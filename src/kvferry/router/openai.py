@@ -54,7 +54,7 @@ class Endpoint(enum.Enum):
     CHAT = "/v1/chat/completions"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ClientRequest:
     """A client's body, read and checked.
 

@@ -66,7 +66,7 @@ class Ordinary:
             chosen.before.tell(chosen.decode)
         push = OrdinaryPush(self._desk, asked, chosen, now)
         try:
-            push.begin(header_lines(leg_headers(asked.prompt)), *bodies)
+            push.begin(header_lines(leg_headers(asked.prompt, chosen.leg_id)), *bodies)
         except Exception as error:  # noqa: BLE001 - the connection that tells it can do nothing about it
             push.broken(error)
         return push
@@ -95,8 +95,6 @@ class Ordinary:
 
     def _chosen(self, prompt: Prompt) -> Chosen | None:
         pool, settings = self._dispatcher.pool, self._settings
-        if not pool.any_ready(Role.DECODE):
-            return None
         before = self._dispatcher.continuation(prompt)
         ask = ask_of(settings.prefill_policy, settings.affinity, prompt)
         prefill = pool.choose(Role.PREFILL, (), None if before is None else before.worker(Role.PREFILL), ask)
@@ -107,8 +105,9 @@ class Ordinary:
         decode = pool.choose(Role.DECODE, (), None if before is None else before.worker(Role.DECODE), ask)
         if decode is None:
             return None
-        transfer = TransferId(secrets.token_hex(16))
-        return Chosen(prefill, prefill.source, decode, transfer, before, decode.in_flight)
+        random = secrets.token_hex(24)
+        transfer = TransferId(random[:32])
+        return Chosen(prefill, prefill.source, decode, transfer, random[32:], before, decode.in_flight)
 
 
 def _bodies(asked: Asked, chosen: Chosen, now: float) -> tuple[bytes, bytes]:

@@ -55,7 +55,7 @@ class Desk:
     accounting: Accounting
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Asked:
     """A client's request that is to be pushed."""
 
@@ -67,7 +67,7 @@ class Asked:
     timeline: Timeline
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chosen:
     """Between which engines."""
 
@@ -75,6 +75,8 @@ class Chosen:
     source: SourceParams
     decode: Worker
     transfer: TransferId
+    leg_id: str
+    """What tells this dispatch's legs from those of other ones."""
     before: Continuation | None
     met: int
     """Legs in flight at the decode engine when it was chosen."""

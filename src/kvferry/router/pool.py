@@ -37,7 +37,7 @@ __all__ = ["Ask", "Leg", "Model", "Origin", "Pool", "Role", "Worker", "same_engi
 WORKERS_MAX = 4096
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Ask:
     """What a choice may depend on besides the engines."""
 
@@ -283,14 +283,13 @@ def _tokens(workers: Sequence[Worker], own: _Own | None) -> list[int]:
 
 
 def _usable(side: _Side, now: float) -> list[Worker]:
-    ready = [worker for worker in side.workers if worker.ready]
-    usable = [worker for worker in ready if worker.breaker.permits(now)]
-    return usable or [worker for worker in ready if worker.role is Role.DECODE]
+    usable = [worker for worker in side.workers if worker.ready and worker.breaker.permits(now)]
+    return usable or [worker for worker in side.workers if worker.ready and worker.role is Role.DECODE]
 
 
 def _fitting(workers: list[Worker], model: str | None) -> list[Worker]:
     """Those that serve the model; all when none says so, for the engines know best what they can load."""
-    if model is None:
+    if model is None or not any(worker.models for worker in workers):
         return workers
     serving = [worker for worker in workers if any(each.name == model for each in worker.models)]
     unknown = [worker for worker in workers if not worker.models]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kvferry.handoff import TransferMode
@@ -26,7 +25,7 @@ _ANSWER_TOKENS_MAX = 4096
 """A bound beyond this is no expectation."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Prompt:
     """One prompt of a client request."""
 
@@ -45,15 +44,23 @@ class Prompt:
     timeline: Timeline | None = None
     """Of the client request."""
 
-    @cached_property
+    _fingerprint: Fingerprint | None = field(default=None, init=False)
+    _estimated_tokens: int = field(default=0, init=False)
+
+    @property
     def fingerprint(self) -> Fingerprint:
         """What its continuations are known by."""
-        return fingerprint(self.endpoint, self.body, self.session)
+        # Not cached by functools, whose lock costs as much as what it guards.
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(self.endpoint, self.body, self.session)
+        return self._fingerprint
 
-    @cached_property
+    @property
     def estimated_tokens(self) -> int:
         """How long it is, roughly."""
-        return estimated_tokens(self.endpoint, self.body)
+        if not self._estimated_tokens:
+            self._estimated_tokens = estimated_tokens(self.endpoint, self.body)
+        return self._estimated_tokens
 
     @property
     def expected_tokens(self) -> int:
@@ -65,7 +72,7 @@ class Prompt:
         return self.estimated_tokens + self.n * answer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Route:
     """How a prompt was served: by which decode engine, and how its KV came there."""
 

@@ -125,10 +125,10 @@ class Sending:
         return Call(self._prompt.endpoint.value, encoded, headers, tokens, self._prompt.timeline)
 
 
-def leg_headers(prompt: Prompt) -> dict[str, str]:
-    """The headers of one dispatch's legs, with an id of its own."""
+def leg_headers(prompt: Prompt, own: str | None = None) -> dict[str, str]:
+    """The headers of one dispatch's legs, with an id of its `own`: 16 random hexadecimal digits."""
     # Engines that pair legs by the id strip `-` and 8 hexadecimal digits; 16 are not mistaken for these.
-    request_id = f"{prompt.request_id}-{secrets.token_hex(8)}"
+    request_id = f"{prompt.request_id}-{own or secrets.token_hex(8)}"
     return {**prompt.headers, "Content-Type": "application/json", "X-Request-Id": request_id}
 
 
