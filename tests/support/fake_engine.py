@@ -62,6 +62,8 @@ class Step:
     tokens: tuple[str, ...] = (" one", " two")
     prelude: bytes = b""
     """What a stream begins with before its first event."""
+    pause: asyncio.Event | None = None
+    """Waited for between the prelude and the first event."""
     stream_type: str = "text/event-stream; charset=utf-8"
     after_first: asyncio.Event | None = None
     break_after: int | None = None
@@ -241,6 +243,8 @@ class FakeEngine:
         response = web.StreamResponse(headers={"Content-Type": step.stream_type})
         await response.prepare(request)
         await response.write(step.prelude)
+        if step.pause is not None:
+            await step.pause.wait()
         for number, event in enumerate(_stream_events(received, step)):
             if number == step.break_after:
                 return _close(request)

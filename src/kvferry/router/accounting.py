@@ -8,7 +8,7 @@ from kvferry.router.accesslog import AccessLog
 from kvferry.router.errors import Cause
 from kvferry.router.http.reading import Request
 from kvferry.router.metrics import RouterMetrics
-from kvferry.router.timeline import Timeline
+from kvferry.router.timeline import STAGES, Timeline
 
 
 class Accounting:
@@ -17,6 +17,7 @@ class Accounting:
     def __init__(self, metrics: RouterMetrics, log: AccessLog) -> None:
         self._metrics = metrics
         self._log = log
+        self._stages = {name: metrics.stage.labels(name) for name in STAGES}
         self._clock = asyncio.get_running_loop().time
 
     def note(
@@ -35,7 +36,7 @@ class Accounting:
         metrics.e2e.labels(outcome).observe(seconds)
         stages = timeline.stages()
         for stage, spent in stages.items():
-            metrics.stage.labels(stage).observe(spent)
+            self._stages[stage].observe(spent)
         if timeline.trace is not None:
             timeline.trace.end(status, {"path": path, "outcome": outcome, "cause": cause.value}, stages)
         if self._log.wanted:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 
 import msgspec
@@ -32,6 +33,8 @@ _SHAPING = (
     "reasoning_effort",
     "add_special_tokens",
 )
+
+_SHAPING_BESIDES = frozenset(_SHAPING) - {"model"}
 
 
 @dataclass(slots=True)
@@ -61,8 +64,11 @@ class Fingerprint:
 
 def fingerprint(endpoint: Endpoint, body: Body, session: str | None) -> Fingerprint:
     """The fingerprint of one prompt; `session` is the client's name for its conversation."""
-    shape = msgspec.json.encode([endpoint.value, *(body.get(name) for name in _SHAPING)])
-    running = blake2b(shape, digest_size=_HASH_BYTES)
+    model = body.get("model")
+    if _SHAPING_BESIDES.isdisjoint(body) and (model is None or isinstance(model, str)):
+        running = _shaped_by_model(endpoint, model).copy()
+    else:
+        running = _shaped(endpoint, body)
     text = memoryview(_text(endpoint, body))
     chain = []
     for start in range(0, min(len(text), PIECES_MAX * PIECE_BYTES) - PIECE_BYTES + 1, PIECE_BYTES):
@@ -70,6 +76,17 @@ def fingerprint(endpoint: Endpoint, body: Body, session: str | None) -> Fingerpr
         chain.append(running.digest())
     named = None if session is None else blake2b(session.encode(), digest_size=_HASH_BYTES).digest()
     return Fingerprint(named, tuple(chain))
+
+
+def _shaped(endpoint: Endpoint, body: Body) -> blake2b:
+    shape = msgspec.json.encode([endpoint.value, *[body.get(name) for name in _SHAPING]])
+    return blake2b(shape, digest_size=_HASH_BYTES)
+
+
+@lru_cache(maxsize=256)
+def _shaped_by_model(endpoint: Endpoint, model: str | None) -> blake2b:
+    """What nearly every prompt begins with."""
+    return _shaped(endpoint, {"model": model})
 
 
 def _text(endpoint: Endpoint, body: Body) -> bytes:

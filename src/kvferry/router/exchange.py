@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import secrets
 from collections.abc import Callable
 from types import TracebackType
 
@@ -17,6 +16,7 @@ from kvferry.router.http.server import Reply
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.openai import Endpoint, read
 from kvferry.router.push import Begun
+from kvferry.router.randoms import randoms
 from kvferry.router.relay import Account, Relay
 from kvferry.router.settings import RouterSettings
 from kvferry.router.sse import event_of
@@ -179,6 +179,11 @@ class StreamOutlet:
         self._before = now
         self._reply.write(piece)
 
+    def end(self, piece: bytes) -> None:
+        """Send the last piece."""
+        self._between.observe(self._clock() - self._before)
+        self._reply.end(piece)
+
     async def room(self) -> None:
         """Wait until the client has caught up."""
         await self._reply.room()
@@ -221,11 +226,11 @@ async def say_why(reply: Reply, error: RequestError) -> None:
 def forwarded(request: Request, settings: RouterSettings) -> dict[str, str]:
     """What engines get of a client's headers; their own key instead of the client's where they have one."""
     headers = request.headers
-    told = {
-        shown: value.decode()
-        for name, shown in FORWARDED_HEADERS.items()
-        if (value := headers.get(name)) and value.isascii()
-    }
+    told = {}
+    for name, shown in FORWARDED_HEADERS.items():
+        value = headers.get(name)
+        if value and value.isascii():
+            told[shown] = value.decode()
     if settings.engine_api_key is not None:
         told["Authorization"] = f"Bearer {settings.engine_api_key}"
     return told
@@ -234,11 +239,15 @@ def forwarded(request: Request, settings: RouterSettings) -> dict[str, str]:
 def request_id_of(request: Request) -> str:
     """The client's id for its request if it is sane, else one of ours."""
     given = request.header(b"x-request-id")
-    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+    if not given:
+        return randoms.digits(32)
+    return given if _REQUEST_ID.fullmatch(given) else randoms.digits(32)
 
 
 def session_of(request: Request) -> str | None:
     """The client's name for its conversation, if it is sane; it is its own among those of other keys."""
     given = request.header(b"x-session-id")
+    if not given:
+        return None
     key = request.headers.get(b"authorization", b"")
     return f"{key.decode()}\n{given}" if _SESSION.fullmatch(given) and key.isascii() else None

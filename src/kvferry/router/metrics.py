@@ -52,6 +52,9 @@ class RouterMetrics:
             "leg",
             "stage",
         )
+        self.prefill_answer = self.leg.labels("prefill", "answer")
+        self.decode_answer = self.leg.labels("decode", "answer")
+        self.decode_first = self.leg.labels("decode", "first")
         self._choosing()
         self.log_lines_dropped = self._counter(
             "kvferry_router_log_lines_dropped_total", "Lines of the access log that could not be written.", ()

@@ -178,7 +178,7 @@ class PrefillLeg(OpenLeg):
             return
         services, worker = self._services, self.worker
         now = services.clock()
-        services.metrics.leg.labels("prefill", "answer").observe(now - self.at)
+        services.metrics.prefill_answer.observe(now - self.at)
         answer = services.engines.prefilled(worker, body, self._timeline)
         worker.breaker.succeeded()
         worker.queue.finished(self.ticket, answer.cached_tokens or 0, now)
@@ -199,7 +199,7 @@ class WholeLeg(OpenLeg):
         body = None if raw is None else self._read(raw)
         if body is None or raw is None:
             return
-        self._services.metrics.leg.labels("decode", "answer").observe(self._services.clock() - self.at)
+        self._services.metrics.decode_answer.observe(self._services.clock() - self.at)
         self.worker.breaker.succeeded()
         self.close()
         self._served.decoded(body, len(raw))
@@ -264,7 +264,7 @@ class StreamLeg(OpenLeg):
         stream.flow(served)
         stream.closes(self.close)
         answer.redirect(stream.arrived)
-        self._services.metrics.leg.labels("decode", "first").observe(self._services.clock() - self.at)
+        self._services.metrics.decode_first.observe(self._services.clock() - self.at)
         return served
 
     def _without_event(self) -> LegError:

@@ -43,8 +43,11 @@ _NOT_ON_PREFILL = frozenset(
         "top_logprobs",
     }
 )
+# Without one of these the answer needs nothing that only the engine knows that computes the prompt.
+_WHOLE_PROMPT = frozenset({"prompt_logprobs", "echo", "use_beam_search", "prompt_embeds"})
 # A chat template may put these into the prompt, so a chat keeps them: another prompt would be another KV.
-_NOT_ON_PREFILL_OF_TEXT = frozenset({"response_format", "structured_outputs"})
+_NOT_ON_PREFILL_OF_TEXT = _NOT_ON_PREFILL | {"response_format", "structured_outputs"}
+_ONE_TOKEN = {"max_tokens": 1, "n": 1, "stream": False, "ignore_eos": True}
 
 
 class Endpoint(enum.Enum):
@@ -100,15 +103,19 @@ def read(endpoint: Endpoint, raw: bytes, prompts_max: int) -> ClientRequest:
     )
 
 
-def prefill_body(endpoint: Endpoint, body: Body, params: Body) -> Body:
-    """The prefill leg's body: the same prompt, one token, nothing that ends it early."""
-    dropped = _NOT_ON_PREFILL
-    if endpoint is Endpoint.COMPLETIONS:
-        dropped |= _NOT_ON_PREFILL_OF_TEXT
+def prefill_body(endpoint: Endpoint, body: Body, params: Body | None) -> Body:
+    """The prefill leg's body: the same prompt, one token, nothing that ends it early.
+
+    Without `params` these are still to be added.
+    """
+    dropped = _NOT_ON_PREFILL_OF_TEXT if endpoint is Endpoint.COMPLETIONS else _NOT_ON_PREFILL
     kept = {key: value for key, value in body.items() if key not in dropped}
     if kept.get("max_completion_tokens") is not None:
         kept["max_completion_tokens"] = 1
-    return kept | {"max_tokens": 1, "n": 1, "stream": False, "ignore_eos": True, PARAMS: params}
+    kept.update(_ONE_TOKEN)
+    if params is not None:
+        kept[PARAMS] = params
+    return kept
 
 
 def decode_body(body: Body, params: Body | None) -> Body:
@@ -140,7 +147,9 @@ def cached_tokens_of(answer: Body) -> int | None:
     """`usage.prompt_tokens_details.cached_tokens` of a prefill answer; None when it does not tell."""
     value: object = answer
     for key in ("usage", "prompt_tokens_details", "cached_tokens"):
-        value = value.get(key) if isinstance(value, Mapping) else None
+        if not isinstance(value, dict):
+            return None
+        value = value.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
@@ -234,6 +243,8 @@ def own_body(body: Body) -> Body:
 
 
 def _needs_whole_prompt(body: Body, n: int) -> bool:
+    if _WHOLE_PROMPT.isdisjoint(body) and n <= CONSUMERS_MAX:
+        return False
     # Zero is a number of log probabilities to ask for, so only absence and `false` mean none.
     asked = [body.get(key) for key in ("logprobs", "top_logprobs")]
     logprobs = any(value is not None and value is not False for value in asked)

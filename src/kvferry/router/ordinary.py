@@ -6,7 +6,6 @@ left to the tasks, which find out anew what to do with it.
 
 from __future__ import annotations
 
-import secrets
 from functools import lru_cache
 
 import msgspec
@@ -14,7 +13,7 @@ import msgspec
 from kvferry.handoff import DecodeParams, PrefillParams, SourceParams
 from kvferry.ids import TransferId
 from kvferry.router.choosing import ask_of
-from kvferry.router.errors import RequestError
+from kvferry.router.errors import JSON, RequestError
 from kvferry.router.exchange import forwarded, request_id_of, session_of
 from kvferry.router.http.messages import header_lines
 from kvferry.router.http.reading import Request
@@ -23,6 +22,7 @@ from kvferry.router.openai import Endpoint, decode_body, prefill_body, read, wit
 from kvferry.router.ordinary_push import Asked, Chosen, Desk, OrdinaryPush
 from kvferry.router.pool import Role
 from kvferry.router.prompts import Prompt
+from kvferry.router.randoms import randoms
 from kvferry.router.sending import leg_headers
 from kvferry.router.timeline import Timeline
 
@@ -66,7 +66,7 @@ class Ordinary:
             chosen.before.tell(chosen.decode)
         push = OrdinaryPush(self._desk, asked, chosen, now)
         try:
-            push.begin(header_lines(leg_headers(asked.prompt, chosen.leg_id)), *bodies)
+            push.begin(_lines(asked.prompt, chosen.leg_id), *bodies)
         except Exception as error:  # noqa: BLE001 - the connection that tells it can do nothing about it
             push.broken(error)
         return push
@@ -105,19 +105,24 @@ class Ordinary:
         decode = pool.choose(Role.DECODE, (), None if before is None else before.worker(Role.DECODE), ask)
         if decode is None:
             return None
-        random = secrets.token_hex(24)
-        transfer = TransferId(random[:32])
-        return Chosen(prefill, prefill.source, decode, transfer, random[32:], before, decode.in_flight)
+        transfer, leg_id = TransferId(randoms.digits(32)), randoms.digits(16)
+        return Chosen(prefill, prefill.source, decode, transfer, leg_id, before, decode.in_flight)
 
 
 def _bodies(asked: Asked, chosen: Chosen, now: float) -> tuple[bytes, bytes]:
     """What is sent to the prefill engine, and what to the decode engine."""
     prompt = asked.prompt
     history = {} if chosen.before is None else chosen.before.take_held(now)
-    producing = PrefillParams(transfer=chosen.transfer, mode="push", consumers=prompt.n).to_params()
-    prefill = msgspec.json.encode(prefill_body(prompt.endpoint, prompt.body, history | producing))
+    transfer = chosen.transfer.encode()
+    if history:
+        producing = PrefillParams(transfer=chosen.transfer, mode="push", consumers=prompt.n).to_params()
+        prefill = msgspec.json.encode(prefill_body(prompt.endpoint, prompt.body, history | producing))
+    else:
+        # Encoded once, what is the same for all.
+        alone = msgspec.json.encode(prefill_body(prompt.endpoint, prompt.body, None))
+        prefill = with_params(alone, b'%b"%b"}' % (_producing(prompt.n), transfer))
     if asked.read.untouched:
-        consuming = b'%b"%b"}' % (_consuming(chosen.source, prompt.n), chosen.transfer.encode())
+        consuming = b'%b"%b"}' % (_consuming(chosen.source, prompt.n), transfer)
         return prefill, with_params(asked.request.body, consuming)
     params = DecodeParams(
         source=chosen.source, transfer=chosen.transfer, mode="push", consumers=prompt.n
@@ -125,8 +130,22 @@ def _bodies(asked: Asked, chosen: Chosen, now: float) -> tuple[bytes, bytes]:
     return prefill, msgspec.json.encode(decode_body(prompt.body, params))
 
 
+@lru_cache(maxsize=256)
+def _producing(consumers: int) -> bytes:
+    """A prefill leg's parameters up to the transfer's id."""
+    params = PrefillParams(mode="push", consumers=consumers).to_params()
+    return msgspec.json.encode(params)[:-1] + b',"transfer_id":'
+
+
 @lru_cache(maxsize=4096)
 def _consuming(source: SourceParams, consumers: int) -> bytes:
     """A decode leg's parameters up to the transfer's id."""
     params = DecodeParams(source=source, mode="push", consumers=consumers).to_params()
     return msgspec.json.encode(params)[:-1] + b',"transfer_id":'
+
+
+def _lines(prompt: Prompt, leg_id: str) -> bytes:
+    """The headers of both legs."""
+    if prompt.headers:
+        return header_lines(leg_headers(prompt, leg_id))
+    return f"Content-Type: {JSON}\r\nX-Request-Id: {prompt.request_id}-{leg_id}\r\n".encode()

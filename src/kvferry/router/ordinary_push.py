@@ -191,8 +191,7 @@ class OrdinaryPush:
         if error is None:
             try:
                 assert self._outlet is not None
-                self._outlet.write(DONE)
-                self._asked.reply.end()
+                self._outlet.end(DONE)
             except ConnectionError as gone:
                 self.broken(gone)
             else:
@@ -282,6 +281,9 @@ class OrdinaryPush:
             if not reply.started:
                 headers = error.headers() | {"Content-Type": error.content_type()}
                 reply.send(error.status, headers | {"X-Request-Id": asked.request_id}, error.body())
+            elif reply.ended:
+                # It has all.
+                pass
             elif reply.full:
                 # A client that does not read would keep what is buffered for it for ever.
                 reply.hang_up()

@@ -203,8 +203,11 @@ class Pool:
         """Whether a worker that knows a conversation goes on with it: usable, not much busier than others."""
         if not worker.ready or not worker.breaker.permits(self.clock()):
             return False
-        ready = [other.in_flight for other in self._sides[worker.role].workers if other.ready]
-        return worth_keeping(worker.in_flight, min(ready, default=0))
+        in_flight = len(worker.legs)
+        if worth_keeping(in_flight, 0):
+            return True
+        ready = [len(other.legs) for other in self._sides[worker.role].workers if other.ready]
+        return worth_keeping(in_flight, min(ready, default=0))
 
     def queues(self, role: Role, ask: Ask = ANYTHING) -> list[Queue]:
         """What is known of the role's workers that may be chosen."""

@@ -34,6 +34,7 @@ class Services:
         self.engines = engines
         self.monitor = monitor
         self.metrics = metrics
+        self._keeps_prefixes = {role for role in Role if settings.policy(role) in CACHE_POLICIES}
         self.clock = asyncio.get_running_loop().time
         self.turns = Turns(settings.turns_max, settings.turn_seconds)
         self.background = Background(settings.prefill_linger_seconds)
@@ -68,7 +69,7 @@ class Services:
 
     def remember_prefix(self, prompt: Prompt, worker: Worker) -> None:
         """A worker has computed the prompt."""
-        if self.settings.policy(worker.role) in CACHE_POLICIES:
+        if worker.role in self._keeps_prefixes:
             self.pool.prefixes.note(prompt.fingerprint.chain, worker, self.pool.clock())
 
     def note_held(self, tokens: int, seconds: float) -> None:

@@ -255,13 +255,9 @@ def _plain_until(data: bytes) -> int:
 
     That is all of it, all but `[DONE]` at the end, or 0.
     """
-    if (
-        not data.startswith(b"data: ")
-        or not data.endswith(b"\n\n")
-        or b'"error"' in data
-        or b'"usage"' in data
-        or b"kv_transfer_params" in data
-    ):
+    if not data.startswith(b"data: ") or not data.endswith(b"\n\n"):
+        return 0
+    if b'"error"' in data or b'"usage"' in data or b"kv_transfer_params" in data:
         return 0
     done = data.find(b"[DONE]")
     if done < 0:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from kvferry.router.tracing import Trace
 
+STAGES = ("queue", "prefill", "hand_over", "first_token")
+
 
 @dataclass(slots=True)
 class Timeline:

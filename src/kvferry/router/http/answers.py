@@ -182,7 +182,8 @@ class Answer:
         sink, self._sink = self._sink, None
         if sink is not None:
             sink(b"")
-        self.wake()
+        if self._waiter is not None:
+            self.wake()
 
     def _taken(self) -> bytes:
         chunks = self._chunks

@@ -125,10 +125,14 @@ class Reply:
             piece = self._head + piece
         self._connection.write(piece)
 
-    def end(self) -> None:
-        """End the answer that was begun."""
+    def end(self, piece: bytes = b"") -> None:
+        """End the answer that was begun, with a last piece."""
         self.ended = True
-        if self._chunked:
+        if not self._chunked:
+            self._connection.write(piece)
+        elif piece:
+            self._connection.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(piece), piece))
+        else:
             self._connection.write(b"0\r\n\r\n")
 
     async def room(self) -> None:

@@ -1,0 +1,269 @@
+"""An ordinary push is served by callbacks, and handed over to tasks as soon as it is not ordinary any more.
+
+What each failure leads to is the fault matrix's affair, which begins by callbacks wherever that is possible.
+Here: what is ordinary, and that nothing is lost on the way from the one to the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kvferry.bench.virtual_time import run_virtually
+from kvferry.router.counts import Count
+from kvferry.router.http.client import HttpClient
+from kvferry.router.http.server import Connection
+from kvferry.router.openai import Endpoint, decode_body, with_params
+from kvferry.router.randoms import Randoms
+from kvferry.router.settings import OnPrefillFailure
+from kvferry.router.timeouts import Timeouts
+from tests.support.fake_engine import FakeEngine, Step, failing
+from tests.support.router_world import RouterWorld, events_of, router_world, until
+
+
+@pytest.fixture
+def tasks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The requests that are served by a task."""
+    seen: list[Any] = []
+    serve = Connection.go_on
+
+    def counted(connection: Connection, reply: Any, work: Any) -> None:
+        if reply.request.path in {each.value for each in Endpoint}:
+            seen.append(reply.request)
+        serve(connection, reply, work)
+
+    monkeypatch.setattr(Connection, "go_on", counted)
+    return seen
+
+
+def nothing_stays(world: RouterWorld) -> bool:
+    """Whether no leg, no place and no deadline is taken."""
+    workers = world.router.pool.workers()
+    taken = any(each.legs or each.waits or each.tokens or each.transfers for each in workers)
+    waiting = any(each.queue._waiting or each.pace._waiting for each in workers)
+    return not (taken or waiting or world.router.admission.serving or len(world.router.api.deadlines))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"prompt": "a"},
+        {"prompt": "a", "stream": True},
+        {"prompt": [1, 2, 3], "stream": True, "stream_options": {"include_usage": True}},
+        {"prompt": ["a"], "n": 2},
+        {"messages": [{"role": "user", "content": "a"}], "stream": True},
+        {"prompt": "a", "kv_transfer_params": {"do_remote_prefill": True}},
+    ],
+)
+async def test_what_is_ordinary_needs_no_task(asked: dict[str, Any], tasks: list[Any]) -> None:
+    path = "/v1/chat/completions" if "messages" in asked else "/v1/completions"
+    async with router_world() as world:
+        async with world.client.post(path, json=asked) as response:
+            assert response.status == 200
+            text = await response.text()
+        assert text.endswith("data: [DONE]\n\n") == bool(asked.get("stream"))
+        assert tasks == []
+        await until(lambda: nothing_stays(world))
+        assert world.count("push", "ok", "none") == 1
+        prefill, decode = world.p.requests[0].params, world.d.requests[0].params
+        assert prefill["transfer_id"] == decode["transfer_id"]
+        assert (prefill["do_remote_decode"], decode["do_remote_prefill"]) == (True, True)
+        assert (prefill["consumers"], decode["transfer_mode"]) == (asked.get("n", 1), "push")
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked"),
+    [
+        ({"transfer_mode": "pull"}, {"prompt": "a"}),
+        ({"transfer_mode": "auto"}, {"prompt": "a"}),
+        ({"decode_dispatch": "late"}, {"prompt": "a"}),
+        ({"leg_timeout_seconds": 9.0}, {"prompt": "a"}),
+        ({"local_prefill_below": 2}, {"prompt": "a"}),
+        ({}, {"prompt": ["a", "b"]}),
+        ({}, {"prompt": "a", "prompt_logprobs": 1}),
+        ({}, {"prompt": 5}),
+    ],
+)
+async def test_what_is_not_ordinary_gets_a_task(
+    settings: dict[str, Any], asked: dict[str, Any], tasks: list[Any]
+) -> None:
+    async with router_world(**settings) as world:
+        async with world.client.post("/v1/completions", json=asked) as response:
+            assert response.status == (400 if asked["prompt"] == 5 else 200)
+        assert len(tasks) == 1
+        await until(lambda: nothing_stays(world))
+
+
+async def test_an_answer_that_may_have_to_wait_for_its_client_gets_a_task(tasks: list[Any]) -> None:
+    async with router_world() as world:
+        world.d.plan(Step(tokens=("x" * 40_000,)))
+        async with world.complete() as response:
+            assert "x" * 40_000 in await response.text()
+        assert len(tasks) == 1
+        assert world.count("push", "ok", "none") == 1
+        await until(lambda: nothing_stays(world))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_has_come_of_an_answer_is_not_lost_when_tasks_go_on(stream: bool) -> None:
+    """X04: the decode leg has begun to answer when the prefill leg fails, and recovers."""
+    async with router_world(on_prefill_failure=OnPrefillFailure.RECOMPUTE) as world:
+        more, fails = asyncio.Event(), asyncio.Event()
+        world.p.plan(Step(gate=fails, close=True))
+        # Of a stream: half of a comment, which swallows the first event.
+        world.d.plan(Step(prelude=b": half", pause=more) if stream else Step(half=more))
+        async with asyncio.TaskGroup() as group:
+            asking = group.create_task(world.complete(stream=stream).__aenter__())
+            await world.d.received(1)
+            (leg,) = world.router.pool.workers()[1].legs
+            await until(lambda: leg._pieces)
+            fails.set()
+            await until(lambda: world.router.api.deadlines.bounds)
+            more.set()
+        response = asking.result()
+        assert response.status == 200
+        if stream:
+            assert [each["choices"][0]["text"] for each in (await events_of(response))[:-1]] == [" two"]
+        else:
+            assert (await response.json())["choices"][0]["text"].startswith(" one two")
+        response.release()
+        assert len(world.d.requests) == 1
+        await until(lambda: nothing_stays(world))
+
+
+async def test_a_client_that_leaves_before_the_task_has_begun_takes_nothing_along(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A task that is cancelled before it has begun runs nothing of itself."""
+    serve_on = Connection.serve_on
+
+    def gone(connection: Connection, *arguments: Any) -> None:
+        serve_on(connection, *arguments)
+        assert connection.transport is not None
+        connection.transport.abort()
+        connection.cancel()
+
+    monkeypatch.setattr(Connection, "serve_on", gone)
+    async with router_world() as world:
+        world.p.plan(failing(503))
+        world.d.plan(Step(gate=asyncio.Event()))
+        with pytest.raises(aiohttp.ClientConnectionError):
+            await world.complete().__aenter__()
+        await until(lambda: nothing_stays(world))
+        await world.d.requests[0].disconnected.wait()
+        assert world.count("none", "cancelled", "client_gone") == 1
+
+
+async def test_a_fault_behind_an_answer_is_counted_and_breaks_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with router_world() as world:
+
+        def broken(*_: object) -> None:
+            raise ZeroDivisionError("inner detail")
+
+        monkeypatch.setattr(world.router.dispatcher, "remember", broken)
+        async with world.complete(stream=True) as response:
+            assert response.status == 200
+            assert (await events_of(response))[-1] == "[DONE]"
+        await until(lambda: nothing_stays(world))
+        assert world.count("push", "error", "internal") == 1
+
+
+# --- what it is made of -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "raw", [b'{"prompt": "}"}', b' {"a": {"b": [{}]}, "prompt": "a"} \r\n', b'{"prompt":"\xc3\xa9","n":1.0}']
+)
+def test_params_are_written_behind_a_clients_own_bytes(raw: bytes) -> None:
+    params = {"transfer_id": "0" * 32, "consumers": 1}
+    told = with_params(raw, json.dumps(params).encode())
+    assert json.loads(told) == decode_body(json.loads(raw), params)
+
+
+class Waiting:
+    def __init__(self, name: str, late: list[str]) -> None:
+        self.name = name
+        self._late = late
+
+    def late(self) -> None:
+        self._late.append(self.name)
+
+
+def test_those_whose_time_is_over_are_told_in_their_order_and_others_not() -> None:
+    async def run() -> list[tuple[float, list[str]]]:
+        loop = asyncio.get_running_loop()
+        late: list[str] = []
+        seen = []
+        timeouts = Timeouts(10.0)
+        began = loop.time()
+        waiting = [Waiting(name, late) for name in "abcd"]
+        for each in waiting[:3]:
+            timeouts.add(each, loop.time())
+            await asyncio.sleep(1.0)
+        timeouts.discard(waiting[1])
+        timeouts.discard(waiting[3])
+        for until_seconds in (9.5, 10.5, 11.5, 12.5):
+            await asyncio.sleep(began + until_seconds - loop.time())
+            seen.append((until_seconds, list(late)))
+        assert len(timeouts) == 0
+        timeouts.add(waiting[3], loop.time())
+        timeouts.close()
+        await asyncio.sleep(20.0)
+        assert late == ["a", "c"]
+        return seen
+
+    assert run_virtually(run()) == [(9.5, []), (10.5, ["a"]), (11.5, ["a"]), (12.5, ["a", "c"])]
+
+
+def test_no_digit_is_given_out_twice() -> None:
+    randoms = Randoms()
+    given = [randoms.digits(16) for _ in range(2000)]
+    assert len(set(given)) == 2000
+    assert {len(each) for each in given} == {16}
+    assert len(randoms.digits(10_000)) == 10_000
+
+
+def test_counts_are_told_as_prometheus_counters_are() -> None:
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry()
+    Count("plain_total", "Of no labels.", (), registry).inc(2.5)
+    labelled = Count("labelled_total", "Of two.", ("one", "two"), registry)
+    labelled.labels("a", "b").inc()
+    labelled.labels("a", "b").inc()
+    text = generate_latest(registry).decode()
+    assert "# TYPE plain_total counter\nplain_total 2.5\n" in text
+    assert 'labelled_total{one="a",two="b"} 2.0' in text
+
+
+def test_a_connection_that_is_given_up_while_it_is_made_is_forgotten() -> None:
+    """X20: uvloop tells no protocol of the end of such a connection."""
+    uvloop = pytest.importorskip("uvloop")
+
+    async def run() -> None:
+        engine = FakeEngine()
+        async with engine:
+            client = HttpClient(5.0, 5.0, ssl.create_default_context())
+            opened = client.opened
+
+            def given_up(connection: Any) -> None:
+                opened(connection)
+                answer.close()
+
+            client.opened = given_up  # type: ignore[method-assign]
+            answer = client.start(engine.url, "/health", b"")
+            await until(lambda: not client.connecting)
+            # It waits for the end of every connection that it knows of.
+            async with asyncio.timeout(10.0):
+                await client.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
