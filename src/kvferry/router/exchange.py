@@ -28,6 +28,7 @@ FORWARDED_HEADERS = {
     b"traceparent": "traceparent",
     b"tracestate": "tracestate",
 }
+_FORWARDED = frozenset(FORWARDED_HEADERS)
 _EVENT_STREAM = "text/event-stream; charset=utf-8"
 _REQUEST_ID = re.compile(r"[0-9A-Za-z_.:-]{1,128}")
 _SESSION = re.compile(r"[\x20-\x7e]{1,256}")
@@ -226,7 +227,9 @@ async def say_why(reply: Reply, error: RequestError) -> None:
 def forwarded(request: Request, settings: RouterSettings) -> dict[str, str]:
     """What engines get of a client's headers; their own key instead of the client's where they have one."""
     headers = request.headers
-    told = {}
+    told: dict[str, str] = {}
+    if settings.engine_api_key is None and _FORWARDED.isdisjoint(headers):
+        return told
     for name, shown in FORWARDED_HEADERS.items():
         value = headers.get(name)
         if value and value.isascii():

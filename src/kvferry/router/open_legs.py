@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from kvferry.router.failures import LegError, Reason
 from kvferry.router.guard import judge, silent
@@ -18,12 +20,22 @@ from kvferry.router.legs import (
     too_long,
     unanswered,
 )
-from kvferry.router.openai import Body
+from kvferry.router.openai import PARAMS, Body
 from kvferry.router.queueing import Ticket
 from kvferry.router.services import Services
 from kvferry.router.streams import DecodeStream, Sink
 from kvferry.router.timeline import Timeline
 from kvferry.router.worker import Leg, Worker
+
+
+class _Prefilled(msgspec.Struct):
+    """What the router wants to know of a prefill leg's answer; the rest of it is not made into objects."""
+
+    usage: Any = None
+    kv_transfer_params: Any = None
+
+
+_PREFILLED = msgspec.json.Decoder(_Prefilled)
 
 
 class Served(Sink, Protocol):
@@ -111,10 +123,7 @@ class OpenLeg(Leg):
 
     def _failed(self, failure: LegError) -> None:
         self.close()
-        pool = self._services.pool
-        if failure.reason is Reason.LOST:
-            pool.down(self.worker, str(failure))
-        self._ended_by(judge(pool, failure))
+        self._ended_by(judge(self._services.pool, failure))
 
     def _gathered(self, data: bytes) -> bytes | None:
         """The whole answer if this was the last piece of it."""
@@ -173,7 +182,7 @@ class PrefillLeg(OpenLeg):
 
     def _received(self, data: bytes) -> None:
         raw = self._gathered(data)
-        body = None if raw is None else self._read(raw)
+        body = None if raw is None else self._told(raw)
         if body is None:
             return
         services, worker = self._services, self.worker
@@ -184,6 +193,14 @@ class PrefillLeg(OpenLeg):
         worker.queue.finished(self.ticket, answer.cached_tokens or 0, now)
         self.close()
         self._served.prefilled(answer, None)
+
+    def _told(self, raw: bytes) -> Body | None:
+        try:
+            answer = _PREFILLED.decode(raw)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            # It is to be told as of any other leg.
+            return self._read(raw)
+        return {"usage": answer.usage, PARAMS: answer.kv_transfer_params}
 
     def _ended_by(self, failure: LegError) -> None:
         self._served.prefilled(None, failure)
@@ -223,7 +240,7 @@ class StreamLeg(OpenLeg):
         if self._begun is None:
             if not data or answer.status != 200:
                 if self._gathered(data) is not None:
-                    self._failed(self._without_event())
+                    self._without_event()
                 return
             if answer.content_type != EVENT_STREAM:
                 kind = answer.content_type
@@ -248,11 +265,13 @@ class StreamLeg(OpenLeg):
     def end(self, error: Exception | None) -> None:
         """No event has come."""
         if error is None:
-            self._failed(self._without_event())
-        elif isinstance(error, LegError):
-            self._failed(error)
-        else:
+            self._without_event()
+        elif not isinstance(error, LegError):
             raise error
+        elif error.reason is Reason.LOST:
+            self._lost(error)
+        else:
+            self._failed(error)
 
     def _open(self) -> Served:
         stream, served, answer = self._begun, self._served, self.answer
@@ -267,8 +286,12 @@ class StreamLeg(OpenLeg):
         self._services.metrics.decode_first.observe(self._services.clock() - self.at)
         return served
 
-    def _without_event(self) -> LegError:
-        return LegError(self.worker, Reason.LOST, "the stream ended without an event")
+    def _without_event(self) -> None:
+        self._lost(LegError(self.worker, Reason.LOST, "the stream ended without an event"))
+
+    def _lost(self, failure: LegError) -> None:
+        self._services.pool.down(self.worker, str(failure))
+        self._failed(failure)
 
     def _ended_by(self, failure: LegError) -> None:
         self._served.decode_failed(failure)

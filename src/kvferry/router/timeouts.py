@@ -55,4 +55,5 @@ class Timeouts:
                 self._timer = self._loop.call_at(until, self._look)
                 return
             del self._until[bounded]
-            bounded.late()
+            # One that fails takes no other one along.
+            self._loop.call_soon(bounded.late)

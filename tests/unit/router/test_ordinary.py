@@ -176,6 +176,22 @@ async def test_a_fault_behind_an_answer_is_counted_and_breaks_nothing(
         assert world.count("push", "error", "internal") == 1
 
 
+@pytest.mark.parametrize("failing_leg", ["prefill", "decode", "stream"])
+async def test_a_lost_leg_is_one_loss_of_its_engine(failing_leg: str) -> None:
+    """X05: whoever notes losses, such as what a turn has left there, counts each once."""
+    async with router_world() as world:
+        prefill, decode = world.router.pool.workers()
+        if failing_leg == "prefill":
+            world.p.plan(Step(close=True))
+            world.d.plan(Step(gate=asyncio.Event()))
+        else:
+            world.d.plan(Step(close=True) if failing_leg == "decode" else Step(end_after=0))
+        async with world.complete(stream=failing_leg == "stream") as response:
+            assert response.status == 200
+        lost = prefill if failing_leg == "prefill" else decode
+        assert lost.losses == 1
+
+
 # --- what it is made of -------------------------------------------------------
 
 
@@ -197,14 +213,22 @@ class Waiting:
         self._late.append(self.name)
 
 
+class Faulty(Waiting):
+    def late(self) -> None:
+        raise ZeroDivisionError
+
+
 def test_those_whose_time_is_over_are_told_in_their_order_and_others_not() -> None:
     async def run() -> list[tuple[float, list[str]]]:
         loop = asyncio.get_running_loop()
         late: list[str] = []
         seen = []
         timeouts = Timeouts(10.0)
+        faults: list[object] = []
+        loop.set_exception_handler(lambda _, context: faults.append(context["exception"]))
         began = loop.time()
         waiting = [Waiting(name, late) for name in "abcd"]
+        timeouts.add(Faulty("", late), loop.time())
         for each in waiting[:3]:
             timeouts.add(each, loop.time())
             await asyncio.sleep(1.0)
@@ -218,6 +242,7 @@ def test_those_whose_time_is_over_are_told_in_their_order_and_others_not() -> No
         timeouts.close()
         await asyncio.sleep(20.0)
         assert late == ["a", "c"]
+        assert len(faults) == 1
         return seen
 
     assert run_virtually(run()) == [(9.5, []), (10.5, ["a"]), (11.5, ["a"]), (12.5, ["a", "c"])]
