@@ -38,7 +38,7 @@ from kvferry.simulator.watch.checkers.calm import CalmSucceeds
 from kvferry.simulator.watch.checkers.fences import FencesHold
 from kvferry.simulator.watch.checkers.leases import ServedToAll, TravellingIsKept
 from kvferry.simulator.watch.checkers.letters import Letters
-from tests.support.history import D0, P0, PRODUCER, SOURCE, C, History, T, advance, receive
+from tests.support.history import D0, D1, P0, PRODUCER, SOURCE, C, History, T, advance, receive
 
 LAPSE_SECONDS = 15.0 * 1.01
 FENCED = ReceiveFailed(T, C, "peer_lost", 0, fenced=True)
@@ -390,6 +390,21 @@ def test_the_lease_of_what_travels_is_kept_whoever_wants_it_back(
     history.command(P0, Reclaim(T, "x"))
     history.say(P0, D0, Failed(transfer=T, consumer=C, attempt=1, reason=reason, valid_until=0))
     assert len(history.finish()) == found
+
+
+def test_what_travels_to_one_rank_is_not_taken_from_another_one() -> None:
+    """Ranks count their attempts each for itself, so that two of them may have the same number."""
+    history = History(TravellingIsKept, tp=2)
+    history.command(P0, Expect(T, 8), advance([2, 3]), Finish(T))
+    for rank in (D0, D1):
+        history.command(rank, receive([10, 11]))
+        history.say(rank, P0, register())
+    history.post(1, [2], [10], to=D1)
+    history.command(P0, Reclaim(T, "x"))
+    history.say(P0, D0, Failed(transfer=T, consumer=C, attempt=1, reason="x", valid_until=0))
+    assert history.finish() == []
+    history.say(P0, D1, Failed(transfer=T, consumer=C, attempt=1, reason="x", valid_until=0))
+    assert len(history.finish()) == 1
 
 
 @pytest.mark.parametrize(

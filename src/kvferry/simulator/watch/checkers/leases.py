@@ -15,6 +15,8 @@ from kvferry.simulator.watch.checkers.ledger import Ledger, Opening
 from kvferry.simulator.watch.checkers.letters import Letters, Named, named
 
 SourceKey = tuple[PeerName, TransferId]
+Place = tuple[PeerName, Named]
+"""A consumer's rank and what it has asked for: ranks count their attempts each for itself."""
 
 
 class TravellingIsKept(Checker):
@@ -25,8 +27,8 @@ class TravellingIsKept(Checker):
     def __init__(self, ledger: Ledger, letters: Letters) -> None:
         self._ledger, self._letters = ledger, letters
         self._attempts: dict[Opening, int] = {}
-        self._travelling: dict[SourceKey, set[Named]] = {}
-        self._reclaimed: dict[SourceKey, tuple[str, frozenset[Named]]] = {}
+        self._travelling: dict[SourceKey, set[Place]] = {}
+        self._reclaimed: dict[SourceKey, tuple[str, frozenset[Place]]] = {}
         """Why a lease was asked back, and what had been posted for whom by then."""
         super().__init__()
 
@@ -47,7 +49,7 @@ class TravellingIsKept(Checker):
         opening = self._ledger.writes[event.rank, event.handle].opening
         if opening is not None and opening in self._attempts:
             name = opening.transfer, opening.consumer, self._attempts[opening]
-            self._travelling.setdefault((event.source, opening.transfer), set()).add(name)
+            self._travelling.setdefault((event.source, opening.transfer), set()).add((opening.rank, name))
 
     def _sent(self, event: MessageSent) -> None:
         message = self._letters.message
@@ -57,8 +59,9 @@ class TravellingIsKept(Checker):
             ]:
                 self._attempts[opening] = max(self._attempts.get(opening, 0), message.attempt)
         elif isinstance(message, Failed):
-            reason, names = self._reclaimed.get((event.rank, message.transfer), ("", frozenset[Named]()))
-            if message.reason == reason and (message.transfer, message.consumer, message.attempt) in names:
+            reason, places = self._reclaimed.get((event.rank, message.transfer), ("", frozenset[Place]()))
+            name = message.transfer, message.consumer, message.attempt
+            if message.reason == reason and (event.target, name) in places:
                 self._found(event, message.consumer, reason)
 
     def _found(self, event: MessageSent, consumer: ConsumerId, reason: str) -> None:
