@@ -16,9 +16,9 @@ class EmulatedScheduler(AsyncScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # An engine applies its platform's rules to its configuration once more after this, and would undo what
-        # the executor has set.
-        self.scheduler_config = copy.copy(self.scheduler_config)
+        # An engine applies its platform's rules to its configuration once more after this, and would undo
+        # what the executor has set.
+        self.scheduler_config: Any = copy.copy(self.vllm_config.scheduler_config)
         session = session_of(self.vllm_config)
         self._session = session
         fragment(
