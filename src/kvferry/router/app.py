@@ -13,11 +13,12 @@ from kvferry.router.admission import Admission
 from kvferry.router.dispatch import Dispatcher
 from kvferry.router.errors import Cause, RequestError, not_allowed
 from kvferry.router.exchange import Deadlines, Exchange, request_id_of, say_why
+from kvferry.router.handing_over import Desk
 from kvferry.router.http.reading import Request
 from kvferry.router.http.server import Reply
 from kvferry.router.openai import Endpoint
 from kvferry.router.ordinary import Ordinary
-from kvferry.router.ordinary_push import Desk, OrdinaryPush
+from kvferry.router.ordinary_push import OrdinaryPush
 from kvferry.router.pages import Page, PageHandler, Pages
 from kvferry.router.passing import PASSED, Passing
 from kvferry.router.push import Begun

@@ -90,7 +90,7 @@ class OpenLeg(Leg):
         """What there is of it, for a task that goes on with it; here it does not count any more."""
         self._count_out()
         assert self.answer is not None
-        self.answer.give_back(self._pieces)
+        self.answer.stop_pouring(self._pieces)
         return Sent(self.answer, self.at)
 
     def _count_out(self) -> None:
@@ -282,7 +282,7 @@ class StreamLeg(OpenLeg):
         self.worker.breaker.succeeded()
         stream.flow(served)
         stream.closes(self.close)
-        answer.redirect(stream.arrived)
+        answer.sink = stream.arrived
         self._services.metrics.decode_first.observe(self._services.clock() - self.at)
         return served
 

@@ -15,11 +15,12 @@ from kvferry.ids import TransferId
 from kvferry.router.choosing import ask_of
 from kvferry.router.errors import JSON, RequestError
 from kvferry.router.exchange import forwarded, request_id_of, session_of
+from kvferry.router.handing_over import Asked, Chosen, Desk
 from kvferry.router.http.messages import header_lines
 from kvferry.router.http.reading import Request
 from kvferry.router.http.server import Reply
 from kvferry.router.openai import Endpoint, decode_body, prefill_body, read, with_params
-from kvferry.router.ordinary_push import Asked, Chosen, Desk, OrdinaryPush
+from kvferry.router.ordinary_push import OrdinaryPush
 from kvferry.router.pool import Role
 from kvferry.router.prompts import Prompt
 from kvferry.router.randoms import randoms

@@ -7,79 +7,27 @@ handed over to the tasks of `push`, with both legs as they are: they know what a
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
-from kvferry.handoff import SourceParams
-from kvferry.ids import TransferId
-from kvferry.router.accounting import Accounting
-from kvferry.router.admission import Admission
-from kvferry.router.affinity import Continuation
-from kvferry.router.attempts import Beginning
-from kvferry.router.choosing import Choosing
-from kvferry.router.dispatch import Dispatcher
 from kvferry.router.errors import JSON, Cause, RequestError
-from kvferry.router.exchange import Deadlines, StreamOutlet
+from kvferry.router.exchange import StreamOutlet
 from kvferry.router.failures import LegError, Reason
-from kvferry.router.http.reading import Request
-from kvferry.router.http.server import Reply
-from kvferry.router.legs import Call, DecodeStream, PrefillAnswer
+from kvferry.router.handing_over import Asked, Chosen, Desk, abandon, handed_over, sending_of
+from kvferry.router.legs import DecodeStream, PrefillAnswer
 from kvferry.router.open_legs import OpenLeg, PrefillLeg, StreamLeg, WholeLeg
-from kvferry.router.openai import PARAMS, Body, ClientRequest, client_answer
-from kvferry.router.pool import Worker, same_engine
-from kvferry.router.prompts import Prompt, Route, close_stream, leg_task, may_be_held
-from kvferry.router.push import Begun, Legs
+from kvferry.router.openai import PARAMS, Body, client_answer
+from kvferry.router.pool import same_engine
+from kvferry.router.prompts import Route
 from kvferry.router.relay import client_event, params_in
-from kvferry.router.sending import Sending
 from kvferry.router.sse import DONE, event_of
-from kvferry.router.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
 _WHOLE_BYTES_MAX = 32 << 10
 """A longer answer may have to wait for its client, for which a task is due."""
-
-
-@dataclass(frozen=True, slots=True)
-class Desk:
-    """What all of them use."""
-
-    dispatcher: Dispatcher
-    admission: Admission
-    deadlines: Deadlines
-    accounting: Accounting
-
-
-@dataclass(slots=True)
-class Asked:
-    """A client's request that is to be pushed."""
-
-    request: Request
-    reply: Reply
-    request_id: str
-    read: ClientRequest
-    prompt: Prompt
-    timeline: Timeline
-
-
-@dataclass(slots=True)
-class Chosen:
-    """Between which engines."""
-
-    prefill: Worker
-    source: SourceParams
-    decode: Worker
-    transfer: TransferId
-    leg_id: str
-    """What tells this dispatch's legs from those of other ones."""
-    before: Continuation | None
-    met: int
-    """Legs in flight at the decode engine when it was chosen."""
 
 
 class OrdinaryPush:
@@ -128,7 +76,7 @@ class OrdinaryPush:
     def prefilled(self, answer: PrefillAnswer | None, failure: LegError | None) -> None:
         """The prefill leg has ended."""
         if answer is not None:
-            self._remember_prefix(self._chosen.prefill)
+            self._desk.dispatcher.remember_prefix(self._asked.prompt, self._chosen.prefill)
             self._cached_tokens = answer.cached_tokens
         self._prefill_ended = answer or failure
         if self._answered:
@@ -143,7 +91,7 @@ class OrdinaryPush:
             self._hand_over()
             return
         if self._asked.prompt.stream:
-            self._chosen.decode.pace.begin(self, self._pool_clock())
+            self._chosen.decode.pace.begin(self, self._desk.dispatcher.pool.clock())
 
     def decode_failed(self, failure: LegError) -> None:
         """No answer has come of it."""
@@ -242,15 +190,9 @@ class OrdinaryPush:
         if asked.prompt.stream:
             chosen.decode.pace.end(self)
             waited = max(now - prefilled, 0.0) if prefilled else 0.0
-            chosen.decode.pace.note(waited, self._pool_clock(), chosen.met)
+            chosen.decode.pace.note(waited, self._desk.dispatcher.pool.clock(), chosen.met)
         chosen.prefill.transfers -= 1
-        self._remember_prefix(chosen.decode)
-
-    def _remember_prefix(self, worker: Worker) -> None:
-        self._desk.dispatcher.remember_prefix(self._asked.prompt, worker)
-
-    def _pool_clock(self) -> float:
-        return self._desk.dispatcher.pool.clock()
+        dispatcher.remember_prefix(asked.prompt, chosen.decode)
 
     def _served(self) -> None:
         """The client has its answer."""
@@ -313,7 +255,8 @@ class OrdinaryPush:
             chosen.decode.pace.end(self)
             chosen.prefill.transfers -= 1
             if held:
-                self._sending().release(chosen.prefill, chosen.source, chosen.transfer)
+                sending = sending_of(self._desk, self._asked.prompt)
+                sending.release(chosen.prefill, chosen.source, chosen.transfer)
 
     def _close_decode(self) -> None:
         stream = self._decode.stream
@@ -321,10 +264,6 @@ class OrdinaryPush:
             stream.close()
         else:
             self._decode.close()
-
-    def _sending(self) -> Sending:
-        dispatcher, prompt = self._desk.dispatcher, self._asked.prompt
-        return Sending(dispatcher, prompt, Choosing(dispatcher, prompt))
 
     # --- what is not ordinary ------------------------------------------------
 
@@ -337,70 +276,14 @@ class OrdinaryPush:
         desk.deadlines.pushes.discard(self)
         chosen.decode.pace.end(self)
         chosen.prefill.transfers -= 1
-        legs = Legs(
-            chosen.prefill, chosen.source, chosen.transfer, self._prefill_future(), chosen.decode,
-            self._decode_future(),
-        )  # fmt: skip
-        beginning = Beginning(chosen.before, chosen.met)
-        begun = Begun(legs, asked.prompt, beginning, asked.read, asked.request_id, asked.timeline)
-        asked.reply.serve_on(begun, lambda: self._abandoned(begun))
+        prefill, decode = (self._prefill, self._prefill_ended), (self._decode, self._decode_ended)
+        begun = handed_over(desk, asked, chosen, prefill, decode)
 
-    def _prefill_future(self) -> asyncio.Future[PrefillAnswer]:
-        ended = self._prefill_ended
-        if ended is not None:
-            return _ended(ended)
-        leg = self._prefill
-        ticket, worker = leg.ticket, leg.worker
-        call = self._call(leg)
-        future = leg_task(self._sending().prefill_call(worker, call, ticket))
-        # A task that is cancelled before it has begun runs no `finally` of its own.
-        future.add_done_callback(lambda _: worker.queue.left(ticket))
-        return _closing(future, call)
+        def abandoned() -> None:
+            # The client has left before the task that was to go on has begun.
+            abandon(desk, begun)
+            self._over = False
+            cause = Cause.SHUTTING_DOWN if desk.admission.closed else Cause.CLIENT_GONE
+            self._note("cancelled", cause, 499)
 
-    def _decode_future(self) -> asyncio.Future[Body | DecodeStream]:
-        ended = self._decode_ended
-        if ended is not None:
-            return _ended(ended)
-        call = self._call(self._decode)
-        return _closing(leg_task(self._sending().decode_call(self._decode.worker, call)), call)
-
-    def _call(self, leg: OpenLeg) -> Call:
-        """An open leg as one that a task can go on with."""
-        path = self._asked.read.endpoint.value
-        return Call(path, None, {}, leg.tokens, self._asked.timeline, leg.pass_on())
-
-    def _abandoned(self, begun: Begun) -> None:
-        """The client has left before the task that was to go on has begun."""
-        legs = begun.legs
-        assert legs.decode is not None
-        legs.decode.add_done_callback(close_stream)
-        legs.decode.cancel()
-        if not legs.prefill.done() or may_be_held(legs.prefill):
-            legs.prefill.cancel()
-            self._sending().release(legs.worker, legs.source, legs.transfer)
-        self._over = False
-        cause = Cause.SHUTTING_DOWN if self._desk.admission.closed else Cause.CLIENT_GONE
-        self._note("cancelled", cause, 499)
-
-
-def _ended(how: Any) -> asyncio.Future[Any]:
-    """A leg that has ended, as who waits for legs sees it."""
-    future = asyncio.get_running_loop().create_future()
-    if isinstance(how, LegError):
-        future.set_exception(how)
-        # It may stay unread: the other leg may have decided before.
-        future.exception()
-    else:
-        future.set_result(how)
-    return future
-
-
-def _closing(future: asyncio.Future[Any], call: Call) -> asyncio.Future[Any]:
-    """The same future; an answer that nobody will read is closed with it."""
-
-    def ended(leg: asyncio.Future[Any]) -> None:
-        if call.sent is not None and (leg.cancelled() or leg.exception() is not None):
-            call.sent.answer.close()
-
-    future.add_done_callback(ended)
-    return future
+        asked.reply.serve_on(begun, abandoned)

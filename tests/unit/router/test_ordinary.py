@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
@@ -18,7 +17,8 @@ import pytest
 from kvferry.bench.virtual_time import run_virtually
 from kvferry.router.counts import Count
 from kvferry.router.http.client import HttpClient
-from kvferry.router.http.server import Connection
+from kvferry.router.http.server import Connection, Reply
+from kvferry.router.open_legs import OpenLeg
 from kvferry.router.openai import Endpoint, decode_body, with_params
 from kvferry.router.randoms import Randoms
 from kvferry.router.settings import OnPrefillFailure
@@ -28,15 +28,15 @@ from tests.support.router_world import RouterWorld, events_of, router_world, unt
 
 
 @pytest.fixture
-def tasks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def tasks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The requests that are served by a task."""
     seen: list[Any] = []
     serve = Connection.go_on
 
-    def counted(connection: Connection, reply: Any, work: Any) -> None:
+    def counted(connection: Connection, reply: Reply, begun: object = None) -> asyncio.Task[None]:
         if reply.request.path in {each.value for each in Endpoint}:
             seen.append(reply.request)
-        serve(connection, reply, work)
+        return serve(connection, reply, begun)
 
     monkeypatch.setattr(Connection, "go_on", counted)
     return seen
@@ -122,6 +122,7 @@ async def test_what_has_come_of_an_answer_is_not_lost_when_tasks_go_on(stream: b
             asking = group.create_task(world.complete(stream=stream).__aenter__())
             await world.d.received(1)
             (leg,) = world.router.pool.workers()[1].legs
+            assert isinstance(leg, OpenLeg)
             await until(lambda: leg._pieces)
             fails.set()
             await until(lambda: world.router.api.deadlines.bounds)
@@ -141,15 +142,17 @@ async def test_a_client_that_leaves_before_the_task_has_begun_takes_nothing_alon
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A task that is cancelled before it has begun runs nothing of itself."""
-    serve_on = Connection.serve_on
+    go_on = Connection.go_on
 
-    def gone(connection: Connection, *arguments: Any) -> None:
-        serve_on(connection, *arguments)
-        assert connection.transport is not None
-        connection.transport.abort()
-        connection.cancel()
+    def gone(connection: Connection, reply: Reply, begun: object = None) -> asyncio.Task[None]:
+        task = go_on(connection, reply, begun)
+        if begun is not None:
+            assert connection.transport is not None
+            connection.transport.abort()
+            task.cancel()
+        return task
 
-    monkeypatch.setattr(Connection, "serve_on", gone)
+    monkeypatch.setattr(Connection, "go_on", gone)
     async with router_world() as world:
         world.p.plan(failing(503))
         world.d.plan(Step(gate=asyncio.Event()))

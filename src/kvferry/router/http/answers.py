@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvferry.errors import KvferryError
@@ -38,14 +38,14 @@ class Answer:
     """An answer that arrives; `close` it in every case."""
 
     __slots__ = (
-        "_ahead_bytes", "_chunks", "_connection", "_held", "_loop", "_sink", "_waiter",
-        "ended", "failure", "headers", "status",
+        "_ahead_bytes", "_chunks", "_held", "_loop", "_waiter",
+        "connection", "ended", "failure", "headers", "sink", "status",
     )  # fmt: skip
 
     def __init__(self, connection: Source, loop: asyncio.AbstractEventLoop) -> None:
         self.status = 0
         self.headers: Headers = {}
-        self._connection = connection
+        self.connection = connection
         self._loop = loop
         self._chunks: list[bytes] = []
         self._ahead_bytes = 0
@@ -54,7 +54,8 @@ class Answer:
         """Whether the whole of it has arrived."""
         self.failure: LostError | ConnectError | None = None
         """Why no more comes, when the answer is not complete."""
-        self._sink: Callable[[bytes], None] | None = None
+        self.sink: Callable[[bytes], None] | None = None
+        """Who is given what arrives; it may name another one."""
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -91,23 +92,15 @@ class Answer:
 
         After that `failure` tells whether the answer is complete.
         """
-        self._sink = sink
+        self.sink = sink
         if self._chunks:
             sink(self._taken())
         if self.ended or self.failure is not None:
             self._told_end()
 
-    def redirect(self, sink: Callable[[bytes], None]) -> None:
-        """Give what will arrive to another sink; called by the one that is being told."""
-        self._sink = sink
-
-    def stop_pouring(self) -> None:
-        """Give nothing more to the sink."""
-        self._sink = None
-
-    def give_back(self, pieces: list[bytes]) -> None:
-        """Let what has been poured be read again, by whoever reads it next; nothing is poured any more."""
-        self._sink = None
+    def stop_pouring(self, pieces: Sequence[bytes] = ()) -> None:
+        """Give nothing more to the sink; the `pieces` that it has not used can be read again."""
+        self.sink = None
         self._chunks[:0] = pieces
 
     def header(self, name: bytes) -> str:
@@ -123,32 +116,32 @@ class Answer:
         """Read no more for now."""
         if not self._held:
             self._held = True
-            self._connection.hold()
+            self.connection.hold()
 
     def go_on(self) -> None:
         """Read again."""
         if self._held:
             self._held = False
-            self._connection.go_on()
+            self.connection.go_on()
 
     def abort(self) -> None:
         """Give the answer up; whoever reads it gets a `LostError`."""
         self.fail(LostError("given up"))
-        self._connection.abort()
+        self.connection.abort()
 
     def close(self) -> None:
         """End it; the other side of an answer that is not complete learns it by the closed connection."""
-        self._sink = None
+        self.sink = None
         self._chunks.clear()
         if not self.ended:
-            self._connection.abort()
+            self.connection.abort()
 
     # --- told by the connection ----------------------------------------------
 
     def fed(self, data: bytes) -> None:
         """A piece of the body has arrived."""
-        if self._sink is not None:
-            self._sink(data)
+        if self.sink is not None:
+            self.sink(data)
             return
         self._chunks.append(data)
         self._ahead_bytes += len(data)
@@ -160,10 +153,6 @@ class Answer:
         """The body is complete."""
         self.ended = True
         self._told_end()
-
-    def comes_from(self, connection: Source) -> None:
-        """There is a connection now."""
-        self._connection = connection
 
     def fail(self, failure: LostError | ConnectError) -> None:
         """Nothing more comes."""
@@ -179,7 +168,7 @@ class Answer:
     # -------------------------------------------------------------------------
 
     def _told_end(self) -> None:
-        sink, self._sink = self._sink, None
+        sink, self.sink = self.sink, None
         if sink is not None:
             sink(b"")
         if self._waiter is not None:

@@ -207,7 +207,7 @@ class _Connecting:
         except ConnectError as error:
             self.answer.fail(error)
         else:
-            self.answer.comes_from(connection)
+            self.answer.connection = connection
             connection.send(self.answer, head, body)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -60,7 +60,7 @@ class App(Protocol):
 class Serving(Protocol):
     """A request that is served without a task."""
 
-    def cancel(self) -> None:
+    def cancel(self) -> object:
         """The client is gone."""
 
 
@@ -86,9 +86,12 @@ class Reply:
         "keeps_alive",
         "request",
         "started",
+        "task_begins",
     )
 
     def __init__(self, connection: Connection, request: Request) -> None:
+        self.task_begins = False
+        """Whether a task serves it, which has begun to."""
         self._connection = connection
         self.request = request
         self._chunked = request.version != "1.0"
@@ -149,11 +152,13 @@ class Reply:
 
     def over(self) -> None:
         """The request, which no task serves, has been served."""
-        self._connection.over(self)
+        self._connection.ended(self)
 
     def serve_on(self, begun: object, abandoned: Callable[[], None]) -> None:
         """Let a task go on by the app's `handle`, or be `abandoned` if the client leaves before it begins."""
-        self._connection.serve_on(self, begun, abandoned)
+        task = self._connection.go_on(self, begun)
+        # A task that is cancelled before it has begun does nothing at all.
+        task.add_done_callback(lambda _: None if self.task_begins else abandoned())
 
     def _lines(self, status: int, headers: Mapping[str, str], length: bytes) -> bytes:
         end = b"\r\n" if self.keeps_alive else b"Connection: close\r\n\r\n"
@@ -173,9 +178,8 @@ class Connection(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self.paused = False
         self.on_room: Callable[[], None] | None = None
-        self.task: asyncio.Task[None] | None = None
         self.serving: Serving | None = None
-        """What is served without a task."""
+        """The request that is being served: its task, or what serves it without one."""
         self._waiting: deque[Request] = deque()
         self._room: asyncio.Future[None] | None = None
         self._late: asyncio.TimerHandle | None = None
@@ -225,17 +229,18 @@ class Connection(asyncio.Protocol):
         if self._late is not None:
             self._late.cancel()
         self.transport = None
-        self.cancel()
+        if self.serving is not None:
+            self.serving.cancel()
 
     # --- told by the reader --------------------------------------------------
 
     def _expects(self) -> None:
         # Amid another answer it would be part of that; the client sends the body after a while anyway.
-        if not self.busy:
+        if self.serving is None:
             self.write(CONTINUE)
 
     def _arrived(self, request: Request) -> None:
-        if not self.busy:
+        if self.serving is None:
             self._serve(request)
         else:
             self._waiting.append(request)
@@ -252,19 +257,7 @@ class Connection(asyncio.Protocol):
     @property
     def idle(self) -> bool:
         """Whether it waits for a request."""
-        return not self.busy and not self._reader.within
-
-    @property
-    def busy(self) -> bool:
-        """Whether a request is being served."""
-        return self.task is not None or self.serving is not None
-
-    def cancel(self) -> None:
-        """Serve no more."""
-        if self.task is not None:
-            self.task.cancel()
-        if self.serving is not None:
-            self.serving.cancel()
+        return self.serving is None and not self._reader.within
 
     def write(self, data: bytes) -> None:
         """Send bytes to the client.
@@ -290,51 +283,34 @@ class Connection(asyncio.Protocol):
         if self.transport is not None:
             self.transport.abort()
 
-    def over(self, reply: Reply) -> None:
-        """A request that was served without a task is over."""
-        self.serving = None
-        self._ended(reply)
-
-    def serve_on(self, reply: Reply, begun: object, abandoned: Callable[[], None]) -> None:
-        """Serve by a task what was begun without one."""
-        begins = False
-
-        async def handle() -> None:
-            nonlocal begins
-            begins = True
-            await self._server.app.handle(reply.request, reply, begun)
-
-        self.go_on(reply, handle)
-        assert self.task is not None
-        # A task that is cancelled before it has begun does nothing at all.
-        self.task.add_done_callback(lambda _: None if begins else abandoned())
-
-    def go_on(self, reply: Reply, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Serve by a task."""
-        self.serving = None
-        self.task = self._loop.create_task(self._run(work, reply))
+    def go_on(self, reply: Reply, begun: object = None) -> asyncio.Task[None]:
+        """Serve by a task, also what has `begun` without one."""
+        task = self._loop.create_task(self._run(reply, begun))
+        self.serving = task
+        return task
 
     def _serve(self, request: Request) -> None:
         reply = Reply(self, request)
         if self._server.closing:
             reply.keeps_alive = False
-        app = self._server.app
         self.serving = _BEGINNING
-        serving = app.begin(request, reply)
+        serving = self._server.app.begin(request, reply)
         if serving is None:
-            self.go_on(reply, lambda: app.handle(request, reply))
+            self.go_on(reply)
         elif self.serving is _BEGINNING:
             # Else it is over, or a task goes on with it.
             self.serving = serving
 
-    async def _run(self, work: Callable[[], Coroutine[Any, Any, None]], reply: Reply) -> None:
+    async def _run(self, reply: Reply, begun: object) -> None:
+        reply.task_begins = True
         try:
-            await work()
+            await self._server.app.handle(reply.request, reply, begun)
         finally:
-            self.task = None
-            self._ended(reply)
+            self.ended(reply)
 
-    def _ended(self, reply: Reply) -> None:
+    def ended(self, reply: Reply) -> None:
+        """A request has been served."""
+        self.serving = None
         transport = self.transport
         if transport is None or transport.is_closing():
             return
@@ -408,9 +384,11 @@ class HttpServer:
             self._server.close()
         if self._sweep is not None:
             self._sweep.cancel()
-        tasks = [connection.task for connection in self.connections if connection.task is not None]
+        serving = [connection.serving for connection in self.connections]
+        tasks = [each for each in serving if isinstance(each, asyncio.Task)]
         for connection in list(self.connections):
-            connection.cancel()
+            if connection.serving is not None:
+                connection.serving.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for connection in list(self.connections):
             connection.hang_up()
