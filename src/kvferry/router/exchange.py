@@ -163,13 +163,11 @@ class StreamOutlet:
         self._clock = asyncio.get_running_loop().time
         self._before = 0.0
 
-    @property
-    def full(self) -> bool:
-        """Whether the client is behind with reading."""
-        return self._reply.full
+    def write(self, piece: bytes) -> bool:
+        """Send a piece; whether the client is behind with reading.
 
-    def write(self, piece: bytes) -> None:
-        """Send a piece. Nothing is promised before the first one, so a failure until then has a status."""
+        Nothing is promised before the first one, so a failure until then has a status.
+        """
         now = self._clock()
         if self._before:
             self._between.observe(now - self._before)
@@ -178,7 +176,7 @@ class StreamOutlet:
             self._timeline.first_byte = now
             self._metrics.ttft.observe(now - self._timeline.arrived)
         self._before = now
-        self._reply.write(piece)
+        return self._reply.write(piece)
 
     def end(self, piece: bytes) -> None:
         """Send the last piece."""

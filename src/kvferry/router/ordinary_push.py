@@ -127,8 +127,7 @@ class OrdinaryPush:
             asked = self._asked
             metrics = self._desk.dispatcher.metrics
             outlet = self._outlet = StreamOutlet(asked.reply, asked.request_id, asked.timeline, metrics)
-        outlet.write(piece)
-        if outlet.full:
+        if outlet.write(piece):
             stream = self._decode.stream
             assert isinstance(stream, DecodeStream)
             stream.hold()

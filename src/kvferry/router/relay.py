@@ -26,12 +26,8 @@ _BATCHES_PER_PROMPT = 4
 class Outlet(Protocol):
     """Where a streamed answer goes."""
 
-    @property
-    def full(self) -> bool:
-        """Whether the client is behind with reading."""
-
-    def write(self, piece: bytes) -> None:
-        """Send a piece; the first one begins the answer."""
+    def write(self, piece: bytes) -> bool:
+        """Send a piece; the first one begins the answer. Whether the client is behind with reading."""
 
     async def room(self) -> None:
         """Wait until the client has caught up."""
@@ -147,8 +143,7 @@ class Relay:
                 plain(b"".join([client_event(event, served.cached_tokens) for event in events]))
 
             def plain(piece: bytes) -> None:
-                outlet.write(piece)
-                if outlet.full:
+                if outlet.write(piece):
                     stream.hold()
                     outlet.when_room(stream.go_on)
 

@@ -139,10 +139,7 @@ class Answer:
     # --- told by the connection ----------------------------------------------
 
     def fed(self, data: bytes) -> None:
-        """A piece of the body has arrived."""
-        if self.sink is not None:
-            self.sink(data)
-            return
+        """A piece of the body has arrived, and there is no sink for it."""
         self._chunks.append(data)
         self._ahead_bytes += len(data)
         if self._ahead_bytes > _AHEAD_BYTES_MAX and not self.ended:

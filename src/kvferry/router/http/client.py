@@ -364,7 +364,11 @@ class _Connection(asyncio.Protocol):
         if body:
             data = body[0] if len(body) == 1 else b"".join(body)
             body.clear()
-            answer.fed(data)
+            sink = answer.sink
+            if sink is None:
+                answer.fed(data)
+            else:
+                sink(data)
 
     def _done(self, answer: Answer) -> None:
         # Whoever was given the last piece may have closed it.

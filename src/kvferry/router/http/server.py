@@ -119,14 +119,15 @@ class Reply:
             self.keeps_alive = False
         self._head = self._lines(200, headers, b"Transfer-Encoding: chunked\r\n" if self._chunked else b"")
 
-    def write(self, piece: bytes) -> None:
-        """Send a piece of the answer that was begun."""
+    def write(self, piece: bytes) -> bool:
+        """Send a piece of the answer that was begun; whether the client is behind with reading."""
         if self._chunked:
             piece = b"%x\r\n%b\r\n" % (len(piece), piece)
         if not self.started:
             self.started = True
             piece = self._head + piece
         self._connection.write(piece)
+        return self._connection.paused
 
     def end(self, piece: bytes = b"") -> None:
         """End the answer that was begun, with a last piece."""
