@@ -89,6 +89,7 @@ def handed_over(
 def abandon(desk: Desk, begun: Begun) -> None:
     """Nobody goes on with it: end both legs, and give back what the prefill engine may hold."""
     legs = begun.legs
+    legs.worker.transfers -= 1
     assert legs.decode is not None
     legs.decode.add_done_callback(close_stream)
     legs.decode.cancel()

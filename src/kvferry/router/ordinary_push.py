@@ -274,7 +274,6 @@ class OrdinaryPush:
         desk, asked, chosen = self._desk, self._asked, self._chosen
         desk.deadlines.pushes.discard(self)
         chosen.decode.pace.end(self)
-        chosen.prefill.transfers -= 1
         prefill, decode = (self._prefill, self._prefill_ended), (self._decode, self._decode_ended)
         begun = handed_over(desk, asked, chosen, prefill, decode)
 

@@ -90,6 +90,8 @@ async def go_on(attempts: Attempts, legs: Legs) -> Served:
         Again: both legs shall be sent anew.
         LegError: a leg failed for good.
     """
+    # Who has sent the legs has counted the transfer, so that the engine is not taken to be drained meanwhile.
+    legs.worker.transfers -= 1
     return await _served(attempts, legs, _outcome(attempts, legs))
 
 

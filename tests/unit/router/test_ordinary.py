@@ -126,6 +126,7 @@ async def test_what_has_come_of_an_answer_is_not_lost_when_tasks_go_on(stream: b
             await until(lambda: leg._pieces)
             fails.set()
             await until(lambda: world.router.api.deadlines.bounds)
+            assert world.router.pool.workers()[0].transfers == 1
             more.set()
         response = asking.result()
         assert response.status == 200
