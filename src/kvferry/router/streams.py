@@ -16,6 +16,7 @@ from kvferry.router.sse import DONE, EventSplitter, EventTooLongError, data_of
 from kvferry.router.worker import Worker
 
 _END_OF_BODY_SECONDS = 0.5
+_ERROR = b'data: {"error"'
 _LAST = b"\n\n" + DONE
 
 
@@ -255,9 +256,14 @@ def _plain_until(data: bytes) -> int:
 
     That is all of it, all but `[DONE]` at the end, or 0.
     """
-    if not data.startswith(b"data: ") or not data.endswith(b"\n\n"):
+    if not data.startswith(b"data: {") or not data.endswith(b"\n\n"):
         return 0
-    if b'"error"' in data or b'"usage"' in data or b"kv_transfer_params" in data:
+    if b'"usage"' in data or b"kv_transfer_params" in data:
+        return 0
+    if data.find(b"\n") == len(data) - 2:
+        # One event, as most pieces are: how it begins tells whether it is an error.
+        return 0 if data.startswith(_ERROR) else len(data)
+    if b'"error"' in data:
         return 0
     done = data.find(b"[DONE]")
     if done < 0:
