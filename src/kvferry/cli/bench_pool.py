@@ -27,7 +27,7 @@ columns, each a way to run the router:
 
 policies, which choose the decode engine:
   least_wait  the one that is expected to add least to the first token, by what it has added lately
-  least_load  the one with the fewest of this router's requests; it knows nothing of what others send there
+  least_load  the one with the fewest tokens of this router's requests; it sees nothing of what others send
 
   kvferry bench pool
   kvferry bench pool --seeds 20 --from 100 --cases 'full, medium'
