@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.emulated_pair import REPORT_SECONDS, EmulatedPair, emulated_pair
 
-pytestmark = pytest.mark.integration
+pytestmark = pytest.mark.engines
 
 LAYERS = 27
 BLOCK_TOKENS = 16
