@@ -25,6 +25,11 @@ def pages(lengths: list[int]) -> int:
     return sum(-(-(length - 1) // BLOCK_TOKENS) * LAYERS for length in lengths)
 
 
+def sent_bytes(lengths: list[int]) -> int:
+    """Of one copy of the prompts' blocks, that of the last token included, though it is computed anew."""
+    return sum(-(-length // BLOCK_TOKENS) * LAYERS * PAGE_BYTES for length in lengths)
+
+
 def names(engine: str, ranks: int) -> list[str]:
     """Whose reports and journals tell of an engine's memory."""
     return [engine] if ranks == 1 else [f"{engine}-rank{rank}" for rank in range(ranks)]
@@ -76,7 +81,7 @@ def test_one_rank_sends_the_latents_and_each_page_is_right(tmp_path: Path, prefi
                 assert answer.decoded[:1] == answer.prefilled
             for name in receivers:
                 assert compared(pair, name, turn * pages(LENGTHS)) == (turn * pages(LENGTHS), 0)
-        copy = pages(LENGTHS) * PAGE_BYTES
+        copy = sent_bytes(LENGTHS)
         written = moved(pair, "prefill", prefill, "WRITE", copy * decode)
         read = moved(pair, "decode", decode, "READ", copy * decode)
         assert sum(written) == copy * decode

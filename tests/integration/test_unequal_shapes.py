@@ -82,7 +82,7 @@ def test_answers_are_those_of_one_engine(
 
 @pytest.mark.timeout(420)
 def test_layers_with_a_sliding_window(tmp_path: Path) -> None:
-    """V13, V14: two cache groups, blocks of 64 tokens to 128; prompts shorter and longer than the window.
+    """V13, V14: two cache groups, blocks of 128 tokens to 64; prompts shorter and longer than the window.
 
     The decode engine has no prefix cache, so that asked without a router it computes the whole prompt itself.
     Twice through the router, the second time the prefill engine finds the prompt in its own cache.
@@ -92,8 +92,7 @@ def test_layers_with_a_sliding_window(tmp_path: Path) -> None:
         tmp_path / "model",
         tmp_path,
         reference=False,
-        prefill_arguments=arguments(*SMALL_BLOCKS),
-        decode_arguments=arguments("--no-enable-prefix-caching"),
+        decode_arguments=arguments(*SMALL_BLOCKS, "--no-enable-prefix-caching"),
     )
     with live(deployment) as pair:
         bodies = [completion(pair.prompt(length), max_tokens=12) for length in (20, 200, 265, 328, 329, 1500)]

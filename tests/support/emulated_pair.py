@@ -67,7 +67,10 @@ class EmulatedPair:
         return [row for row in map(json.loads, lines) if row["kind"] == kind]
 
     def answers(self, lengths: list[int], output_tokens: int = 4, mode: str = "push") -> list[Answer]:
-        """Send prompts of these lengths, all at once, and wait for their answers; `mode` is kvferry's."""
+        """Send prompts of these lengths, all at once, and wait for their answers; `mode` is kvferry's.
+
+        Each mode has prompts of its own: what an engine knows from another turn does not travel again.
+        """
         return asyncio.run(self._answers(lengths, output_tokens, mode))
 
     async def _answers(self, lengths: list[int], output_tokens: int, mode: str) -> list[Answer]:
@@ -77,8 +80,8 @@ class EmulatedPair:
             if self.connector == "FerryConnector":
                 source = {**source, "transfer_mode": mode}
             legs = [
-                self._answer(session, source, _prompt(length, salt), output_tokens)
-                for salt, length in enumerate(lengths)
+                self._answer(session, source, _prompt(length, f"{mode} {place}"), output_tokens)
+                for place, length in enumerate(lengths)
             ]
             return list(await asyncio.gather(*legs))
 
@@ -161,7 +164,7 @@ def _transfer(connector: str, role: str, name: str) -> dict[str, Any]:
     return {**config, "kv_buffer_device": "cpu"}
 
 
-def _prompt(length: int, salt: int) -> list[int]:
+def _prompt(length: int, salt: str) -> list[int]:
     random = Random(f"{length} {salt}")
     return [random.randrange(300, 1000) for _ in range(length)]
 
