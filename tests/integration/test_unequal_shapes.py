@@ -5,11 +5,11 @@ Every answer equals that of one engine with one rank, which has computed it alon
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
+from tests.support.emulated_pair import BUSY
 from tests.support.live import (
     Client,
     Live,
@@ -24,8 +24,6 @@ from tests.support.tiny_models import write_latent_model, write_windowed_model
 
 pytestmark = pytest.mark.engines
 
-ROOT = Path(__file__).parents[2]
-POLITE = ROOT / "tests" / "support" / "polite_queue"
 TWO_RANKS = ("--tensor-parallel-size", "2")
 TWO_STAGES = (
     *("--pipeline-parallel-size", "2"),
@@ -39,7 +37,6 @@ LATENT = (
 """Without its second part vLLM rotates the wrong elements, and the connector refuses the engine."""
 
 
-BUSY = {"PYTHONPATH": os.pathsep.join((str(POLITE), str(ROOT), os.environ.get("PYTHONPATH", "")))}
 WINDOW = 200
 
 
@@ -114,7 +111,7 @@ def test_layers_with_a_sliding_window(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     [
-        pytest.param(TWO_RANKS, (), id="tp2 to tp1"),
+        pytest.param(TWO_RANKS, (), id="tp2 to tp1", marks=pytest.mark.long),
         pytest.param((), TWO_RANKS, id="tp1 to tp2", marks=pytest.mark.long),
         pytest.param(TWO_RANKS, TWO_RANKS, id="tp2 to tp2", marks=pytest.mark.long),
     ],

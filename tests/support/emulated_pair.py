@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,10 @@ from kvferry.cli.fleet import Fleet
 from kvferry.cli.ports import free_ports
 from kvferry.emulator.presets import DEFAULT
 
+ROOT = Path(__file__).parents[2]
+POLITE = ROOT / "tests" / "support" / "polite_queue"
+BUSY = {"PYTHONPATH": os.pathsep.join((str(POLITE), str(ROOT), os.environ.get("PYTHONPATH", "")))}
+"""For engines of several ranks, whose queues would spin on every core of a small machine."""
 STARTUP_SECONDS = 240.0
 REQUEST_SECONDS = 90.0
 REPORT_SECONDS = 20.0
@@ -127,7 +132,7 @@ def emulated_pair(
 ) -> Iterator[EmulatedPair]:
     """Start a pair; `prefill` has the emulator's options for that engine alone, `engine` is both's."""
     write_emulated_model(files / "model", preset=engine.get("preset", DEFAULT))
-    ports = free_ports(4)
+    ports, ranks = free_ports(4), engine.get("ranks", (1, 1))
     specs = []
     for at, (name, role) in enumerate(KV_ROLES.items()):
         options = {
@@ -141,12 +146,13 @@ def emulated_pair(
             options={**engine.get("options", {}), **options},
             cache_bytes=engine.get("cache_bytes", 768 << 20),
             step_tokens=engine.get("step_tokens", 2048),
-            ranks=engine.get("ranks", (1, 1))[at],
+            ranks=ranks[at],
             preset=engine.get("preset", DEFAULT),
             environment={
                 "KVFERRY_TESTING": "1",
                 "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
                 "VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports[2 + at]),
+                **(BUSY if max(ranks) > 1 else {}),
             },
         )
         specs.append(one.server(files / "model", ports[at], files / f"{name}.log"))
