@@ -16,7 +16,6 @@ from kvferry.errors import KvferryError
 _END = b"data: [DONE]\n\n"
 _LAST_CHUNK = b"0\r\n\r\n"
 _EVENT = b"data: {"
-_PATIENCE_SECONDS = 30.0
 
 
 class RoutingError(KvferryError):
@@ -31,6 +30,24 @@ class Load:
     tokens: int
     pace_ms: int = 0
     prompt_bytes: int = 2048
+
+    @property
+    def stream_seconds(self) -> float:
+        """How long a paced stream takes."""
+        return self.tokens * self.pace_ms / 1000
+
+    def begins_after(self, client: int) -> float:
+        """Seconds until a client's first request: evenly over a stream's time.
+
+        What begins together ends together, and begins anew together: the time to the first token would tell
+        how long all clients' requests take at once, and chance would tell when they get out of step.
+        """
+        return self.stream_seconds * client / self.clients
+
+    @property
+    def first_streams_seconds(self) -> float:
+        """How long each client's first stream, for which a router makes its connections, takes at most."""
+        return 2 * self.stream_seconds
 
 
 @dataclass(slots=True)
@@ -51,6 +68,8 @@ async def drive(
 ) -> Seen:
     """Load the endpoint at `url`, first without measuring. `cpu` tells what the router has used so far.
 
+    That is for `warm_seconds`, and in any case until each client's first stream is over.
+
     Raises:
         RoutingError: a request failed.
     """
@@ -66,9 +85,8 @@ async def drive(
         connections.append(client)
     try:
         for number, client in enumerate(connections):
-            # Not all at once: what is paced would stay in step.
-            loop.call_later(load.pace_ms / 1000 * number / load.clients, client.begin)
-        await run.over(warm_seconds)
+            loop.call_later(load.begins_after(number), client.begin)
+        await run.over(max(warm_seconds, load.first_streams_seconds))
         run.seen = Seen()
         began, used = time.perf_counter(), cpu()
         await run.over(seconds)
