@@ -62,7 +62,8 @@ class OpenLeg(Leg):
     def __init__(self, services: Services, served: Served, worker: Worker, tokens: int, at: float) -> None:
         super().__init__(max(tokens, 1))
         self._services = services
-        self._served = served
+        self._served: Served | None = served
+        """None once all has been told: the two know each other, and only a collection would free them."""
         self._pieces: list[bytes] = []
         self._bytes = 0
         self.worker = worker
@@ -91,6 +92,7 @@ class OpenLeg(Leg):
         self._count_out()
         assert self.answer is not None
         self.answer.stop_pouring(self._pieces)
+        self._served = None
         return Sent(self.answer, self.at)
 
     def _count_out(self) -> None:
@@ -102,16 +104,18 @@ class OpenLeg(Leg):
 
     def lose(self) -> None:
         """Its engine is found to be gone."""
-        self._failed(silent(self.worker))
+        if self.open:
+            self._failed(silent(self.worker))
 
     def received(self, data: bytes) -> None:
         """A piece of the answer has come, nothing at its end."""
-        if not self.open:
+        served = self._served
+        if not self.open or served is None:
             return
         try:
             self._received(data)
         except Exception as error:  # noqa: BLE001 - the connection that tells it can do nothing about it
-            self._served.broken(error)
+            served.broken(error)
 
     @abstractmethod
     def _received(self, data: bytes) -> None:
@@ -120,6 +124,12 @@ class OpenLeg(Leg):
     @abstractmethod
     def _ended_by(self, failure: LegError) -> None:
         """It is over by this failure."""
+
+    def _last(self) -> Served:
+        """Who the leg is for, to be told for the last time."""
+        served, self._served = self._served, None
+        assert served is not None
+        return served
 
     def _failed(self, failure: LegError) -> None:
         self.close()
@@ -192,7 +202,7 @@ class PrefillLeg(OpenLeg):
         worker.breaker.succeeded()
         worker.queue.finished(self.ticket, answer.cached_tokens or 0, now)
         self.close()
-        self._served.prefilled(answer, None)
+        self._last().prefilled(answer, None)
 
     def _told(self, raw: bytes) -> Body | None:
         try:
@@ -203,7 +213,7 @@ class PrefillLeg(OpenLeg):
         return {"usage": answer.usage, PARAMS: answer.kv_transfer_params}
 
     def _ended_by(self, failure: LegError) -> None:
-        self._served.prefilled(None, failure)
+        self._last().prefilled(None, failure)
 
 
 class WholeLeg(OpenLeg):
@@ -219,10 +229,10 @@ class WholeLeg(OpenLeg):
         self._services.metrics.decode_answer.observe(self._services.clock() - self.at)
         self.worker.breaker.succeeded()
         self.close()
-        self._served.decoded(body, len(raw))
+        self._last().decoded(body, len(raw))
 
     def _ended_by(self, failure: LegError) -> None:
-        self._served.decode_failed(failure)
+        self._last().decode_failed(failure)
 
 
 class StreamLeg(OpenLeg):
@@ -274,7 +284,7 @@ class StreamLeg(OpenLeg):
             self._failed(error)
 
     def _open(self) -> Served:
-        stream, served, answer = self._begun, self._served, self.answer
+        stream, served, answer = self._begun, self._last(), self.answer
         assert stream is not None
         assert answer is not None
         self._pieces.clear()
@@ -294,4 +304,4 @@ class StreamLeg(OpenLeg):
         self._failed(failure)
 
     def _ended_by(self, failure: LegError) -> None:
-        self._served.decode_failed(failure)
+        self._last().decode_failed(failure)
