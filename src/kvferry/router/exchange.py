@@ -168,6 +168,15 @@ class StreamOutlet:
 
         Nothing is promised before the first one, so a failure until then has a status.
         """
+        self._note()
+        return self._reply.write(piece)
+
+    def end(self, piece: bytes) -> None:
+        """Send the last piece, which may be the only one."""
+        self._note()
+        self._reply.end(piece)
+
+    def _note(self) -> None:
         now = self._clock()
         if self._before:
             self._between.observe(now - self._before)
@@ -176,12 +185,6 @@ class StreamOutlet:
             self._timeline.first_byte = now
             self._metrics.ttft.observe(now - self._timeline.arrived)
         self._before = now
-        return self._reply.write(piece)
-
-    def end(self, piece: bytes) -> None:
-        """Send the last piece."""
-        self._between.observe(self._clock() - self._before)
-        self._reply.end(piece)
 
     async def room(self) -> None:
         """Wait until the client has caught up."""

@@ -35,7 +35,7 @@ class OrdinaryPush:
 
     __slots__ = (
         "_answered", "_asked", "_cached_tokens", "_chosen", "_decode", "_decode_ended", "_desk", "_held",
-        "_outlet", "_over", "_prefill", "_prefill_ended", "_prefilled", "_sent",
+        "_last", "_outlet", "_over", "_prefill", "_prefill_ended", "_prefilled", "_sent",
     )  # fmt: skip
 
     def __init__(self, desk: Desk, asked: Asked, chosen: Chosen, now: float) -> None:
@@ -54,6 +54,8 @@ class OrdinaryPush:
         self._answered = False
         """Whether the decode leg's answer is there, or begins to be."""
         self._outlet: StreamOutlet | None = None
+        self._last = b""
+        """Events that came with the stream's end, and go out with it."""
         self._held: object = None
         self._cached_tokens: int | None = None
         self._over = False
@@ -127,9 +129,11 @@ class OrdinaryPush:
             asked = self._asked
             metrics = self._desk.dispatcher.metrics
             outlet = self._outlet = StreamOutlet(asked.reply, asked.request_id, asked.timeline, metrics)
-        if outlet.write(piece):
-            stream = self._decode.stream
-            assert isinstance(stream, DecodeStream)
+        stream = self._decode.stream
+        assert isinstance(stream, DecodeStream)
+        if stream.finished:
+            self._last = piece
+        elif outlet.write(piece):
             stream.hold()
             outlet.when_room(stream.go_on)
 
@@ -138,7 +142,7 @@ class OrdinaryPush:
         if error is None:
             try:
                 assert self._outlet is not None
-                self._outlet.end(DONE)
+                self._outlet.end(self._last + DONE)
             except ConnectionError as gone:
                 self.broken(gone)
             else:

@@ -51,6 +51,11 @@ class DecodeStream:
         self._finished = False
         self._sink: Sink | None = None
 
+    @property
+    def finished(self) -> bool:
+        """Whether `[DONE]` has come; a sink that is told of events then is told of the end at once."""
+        return self._finished
+
     async def open(self) -> None:
         """Wait for the first event with data.
 

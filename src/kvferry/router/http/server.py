@@ -132,12 +132,12 @@ class Reply:
     def end(self, piece: bytes = b"") -> None:
         """End the answer that was begun, with a last piece."""
         self.ended = True
-        if not self._chunked:
-            self._connection.write(piece)
-        elif piece:
-            self._connection.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(piece), piece))
-        else:
-            self._connection.write(b"0\r\n\r\n")
+        if self._chunked:
+            piece = b"%x\r\n%b\r\n0\r\n\r\n" % (len(piece), piece) if piece else b"0\r\n\r\n"
+        if not self.started:
+            self.started = True
+            piece = self._head + piece
+        self._connection.write(piece)
 
     async def room(self) -> None:
         """Wait until the client has read most of what was sent."""
