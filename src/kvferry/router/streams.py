@@ -48,13 +48,9 @@ class DecodeStream:
         self._first_whole = False
         """Whether the first events are one piece that was not cut."""
         self._failure: LegError | None = None
-        self._finished = False
-        self._sink: Sink | None = None
-
-    @property
-    def finished(self) -> bool:
+        self.finished = False
         """Whether `[DONE]` has come; a sink that is told of events then is told of the end at once."""
-        return self._finished
+        self._sink: Sink | None = None
 
     async def open(self) -> None:
         """Wait for the first event with data.
@@ -98,7 +94,7 @@ class DecodeStream:
                 told(first)
         if self._failure is not None:
             raise self._failure
-        if not self._finished:
+        if not self.finished:
             poured = _Poured(told, plain)
             self.flow(poured)
             self._answer.pour(self.arrived)
@@ -130,7 +126,7 @@ class DecodeStream:
         """
         give_back, self._give_back = self._give_back, lambda: None
         self._sink = None
-        if not self._finished or self._answer.ended:
+        if not self.finished or self._answer.ended:
             give_back()
             return
         late = asyncio.get_running_loop().call_later(_END_OF_BODY_SECONDS, give_back)
@@ -151,7 +147,7 @@ class DecodeStream:
         except Exception as error:  # noqa: BLE001 - whatever it is, the one who pours gets it
             self._tell_end(error)
         else:
-            if self._finished:
+            if self.finished:
                 self._tell_end(None)
 
     def _tell_end(self, error: Exception | None) -> None:
@@ -168,7 +164,7 @@ class DecodeStream:
             end = _plain_until(data)
             if end:
                 # If it is not all, the rest is `[DONE]`.
-                self._finished = end < len(data)
+                self.finished = end < len(data)
                 sink.plain(data[:end])
                 return
         events = self._events(data)
@@ -186,7 +182,7 @@ class DecodeStream:
         return self._events(data) or await self._next()
 
     async def _next(self) -> list[bytes] | None:
-        while not self._finished:
+        while not self.finished:
             if self._failure is not None:
                 raise self._failure
             events = self._events(await self._read())
@@ -215,7 +211,7 @@ class DecodeStream:
             events = self._splitter.feed(data)
         except EventTooLongError as error:
             raise LegError(self.worker, Reason.ERROR, str(error)) from error
-        told, self._finished, self._failure = self._sorted(events)
+        told, self.finished, self._failure = self._sorted(events)
         return told
 
     def _sorted(self, events: list[bytes]) -> tuple[list[bytes], bool, LegError | None]:
