@@ -251,7 +251,9 @@ def run(work: Callable[[Client], Any]) -> Any:
 
     async def main() -> Any:
         timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
-        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+        # vLLM's server closes a connection that is idle for 5 s, whatever has just been sent on it.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             return await work(Client(session))
 
     return asyncio.run(main())
