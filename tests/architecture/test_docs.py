@@ -18,9 +18,9 @@ import pytest
 
 from kvferry.cli.main import COMMANDS
 from kvferry.host.settings import KNOWN_KEYS, LIMIT_KEYS, read_settings
-from kvferry.router.errors import Cause
-from kvferry.router.metrics import RouterMetrics
-from kvferry.router.options import CONFIG, OPTIONS
+from kvferry.router.ground.errors import Cause
+from kvferry.router.operation.options import CONFIG, OPTIONS
+from kvferry.router.record.metrics import RouterMetrics
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "kvferry"

@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 
-from kvferry.router.settings import DecodeDispatch
+from kvferry.router.ground.settings import DecodeDispatch
 from tests.support.queued_pool import DecodeModel, Outcome, PoolModel, dispatched, p95
 
 ALIKE = (DecodeModel(),) * 4

@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 
+from kvferry.router.ground.settings import RouterSettings
 from kvferry.router.server import RouterServer
-from kvferry.router.settings import RouterSettings
 from tests.support.chat_engine import JSON_ANSWER, TOOL_ARGUMENTS, ChatEngine
 from tests.support.fake_engine import FakeEngine, failing, source
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvferry.router.pool import Role
+from kvferry.router.engines.pool import Role
 from tests.support.fake_engine import Step
 from tests.support.router_world import router_world, until
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import pytest
 
-from kvferry.router.pool import Role, Worker
+from kvferry.router.engines.pool import Role, Worker
 from tests.support.fake_engine import FakeEngine, Received, Step, failing, source
 from tests.support.router_world import RouterWorld, events_of, router_world, until
 

@@ -16,13 +16,13 @@ import aiohttp
 import pytest
 
 from kvferry.errors import UsageError
-from kvferry.router.accesslog import AccessLog
-from kvferry.router.advisories import advisories_for
-from kvferry.router.listening import Listening
-from kvferry.router.options import OPTIONS, add_arguments, listening_of, settings_of
+from kvferry.router.ground.settings import OnPrefillFailure, RouterSettings
+from kvferry.router.operation.advisories import advisories_for
+from kvferry.router.operation.listening import Listening
+from kvferry.router.operation.options import OPTIONS, add_arguments, listening_of, settings_of
+from kvferry.router.record.accesslog import AccessLog
+from kvferry.router.record.tracing import Tracing, open_tracing
 from kvferry.router.server import RouterServer
-from kvferry.router.settings import OnPrefillFailure, RouterSettings
-from kvferry.router.tracing import Tracing, open_tracing
 from tests.support.fake_engine import Step, failing
 from tests.support.router_world import router_world, until
 
@@ -75,7 +75,7 @@ async def test_a_log_that_cannot_be_written_costs_lines_and_no_request(tmp_path:
 
 
 async def test_a_log_that_is_behind_drops_and_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("kvferry.router.accesslog._LINES_MAX", 2)
+    monkeypatch.setattr("kvferry.router.record.accesslog._LINES_MAX", 2)
     dropped: list[int] = []
     log = AccessLog(str(tmp_path / "log"), dropped.append)
     for number in range(5):
@@ -223,7 +223,7 @@ def test_every_option_has_a_variable_and_a_key(tmp_path: Path) -> None:
         by_variable = option.read_text(text)
         path = tmp_path / "router.toml"
         path.write_text(f"{option.key.replace('_', '-')} = {toml}\n")
-        from kvferry.router.options import file_values
+        from kvferry.router.operation.options import file_values
 
         assert file_values(str(path)) == {option.key: by_variable}
         assert option.variable == "KVFERRY_" + option.flag[2:].replace("-", "_").upper()

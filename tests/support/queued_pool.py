@@ -18,13 +18,13 @@ from random import Random
 from typing import Any
 
 from kvferry.bench.virtual_time import run_virtually
-from kvferry.router.dispatch import Dispatcher
-from kvferry.router.legs import Call, DecodeStream, PrefillAnswer
-from kvferry.router.metrics import RouterMetrics
-from kvferry.router.openai import Endpoint
-from kvferry.router.pool import Pool, Role, Worker
-from kvferry.router.prompts import Prompt
-from kvferry.router.settings import DecodeDispatch, RouterMode, RouterSettings
+from kvferry.router.api.openai import Endpoint
+from kvferry.router.dispatch.dispatcher import Dispatcher
+from kvferry.router.dispatch.prompts import Prompt
+from kvferry.router.engines.pool import Pool, Role, Worker
+from kvferry.router.ground.settings import DecodeDispatch, RouterMode, RouterSettings
+from kvferry.router.legs.tasks import Call, DecodeStream, PrefillAnswer
+from kvferry.router.record.metrics import RouterMetrics
 from tests.support.fake_engine import source
 
 STEP_TOKENS = 2048

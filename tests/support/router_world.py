@@ -11,10 +11,10 @@ from typing import Any
 
 import aiohttp
 
-from kvferry.router.listening import Listening
-from kvferry.router.pool import Role
+from kvferry.router.engines.pool import Role
+from kvferry.router.ground.settings import RouterSettings
+from kvferry.router.operation.listening import Listening
 from kvferry.router.server import RouterServer
-from kvferry.router.settings import RouterSettings
 from tests.support.fake_engine import FakeEngine, source
 
 _UNTIL_SECONDS = 60.0

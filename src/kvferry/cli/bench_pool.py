@@ -213,8 +213,8 @@ class _Running:
 
 @asynccontextmanager
 async def _start(urls: PoolUrls, arm: Arm) -> AsyncIterator[_Running]:
+    from kvferry.router.ground.settings import RouterSettings  # noqa: PLC0415
     from kvferry.router.server import RouterServer  # noqa: PLC0415
-    from kvferry.router.settings import RouterSettings  # noqa: PLC0415
 
     settings = RouterSettings(
         prefill=urls.prefill,

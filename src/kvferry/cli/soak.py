@@ -184,7 +184,7 @@ def default_bounds(endpoints: Endpoints) -> Bounds:
     """The bounds that follow from the default settings of connector and router."""
     # The engines' settings need packages that the help does not.
     from kvferry.host.settings import read_settings  # noqa: PLC0415
-    from kvferry.router.settings import RouterSettings  # noqa: PLC0415
+    from kvferry.router.ground.settings import RouterSettings  # noqa: PLC0415
 
     connector = read_settings({}, environment={})
     router = RouterSettings(prefill=endpoints.prefill, decode=endpoints.decode)

@@ -17,7 +17,7 @@ from pathlib import Path
 from kvferry.cli.engines import Deployment, Endpoints, bring_up
 from kvferry.cli.fleet import Fleet, termination_interrupts
 from kvferry.errors import UsageError
-from kvferry.router.settings import TRANSFER_MODES
+from kvferry.router.ground.settings import TRANSFER_MODES
 
 STARTUP_SECONDS_DEFAULT = 600.0
 # An engine elsewhere than where we look for it would be waited for in vain, and one of another name or role

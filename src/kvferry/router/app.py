@@ -7,23 +7,23 @@ import hmac
 import logging
 from contextlib import suppress
 
-from kvferry.router.accesslog import AccessLog
-from kvferry.router.accounting import Accounting
-from kvferry.router.admission import Admission
-from kvferry.router.dispatch import Dispatcher
-from kvferry.router.errors import Cause, RequestError, not_allowed
-from kvferry.router.exchange import Deadlines, Exchange, request_id_of, say_why
-from kvferry.router.handing_over import Desk
+from kvferry.router.api.openai import Endpoint
+from kvferry.router.dispatch.dispatcher import Dispatcher
+from kvferry.router.dispatch.push import Begun
+from kvferry.router.ground.errors import Cause, RequestError, not_allowed
 from kvferry.router.http.reading import Request
 from kvferry.router.http.server import Reply
-from kvferry.router.openai import Endpoint
-from kvferry.router.ordinary import Ordinary
-from kvferry.router.ordinary_push import OrdinaryPush
-from kvferry.router.pages import Page, PageHandler, Pages
-from kvferry.router.passing import PASSED, Passing
-from kvferry.router.push import Begun
-from kvferry.router.timeline import Timeline
-from kvferry.router.tracing import Tracing
+from kvferry.router.operation.pages import Page, PageHandler, Pages
+from kvferry.router.record.accesslog import AccessLog
+from kvferry.router.record.timeline import Timeline
+from kvferry.router.record.tracing import Tracing
+from kvferry.router.serving.accounting import Accounting
+from kvferry.router.serving.admission import Admission
+from kvferry.router.serving.exchange import Deadlines, Exchange, request_id_of, say_why
+from kvferry.router.serving.handing_over import Desk
+from kvferry.router.serving.ordinary import Ordinary
+from kvferry.router.serving.ordinary_push import OrdinaryPush
+from kvferry.router.serving.passing import PASSED, Passing
 
 logger = logging.getLogger(__name__)
 

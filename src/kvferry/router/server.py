@@ -17,23 +17,30 @@ from typing import Self
 import aiohttp
 
 from kvferry.errors import UsageError
-from kvferry.router.accesslog import AccessLog
-from kvferry.router.admin import Admin
-from kvferry.router.admission import Admission
 from kvferry.router.app import Api
-from kvferry.router.discovery import Discovery, alone
-from kvferry.router.dispatch import Dispatcher
-from kvferry.router.health import Monitor
+from kvferry.router.dispatch.dispatcher import Dispatcher
+from kvferry.router.engines.discovery import Discovery, alone
+from kvferry.router.engines.health import Monitor
+from kvferry.router.engines.pool import Pool, Role, Worker
+from kvferry.router.ground.settings import RouterSettings
 from kvferry.router.http.client import HttpClient
 from kvferry.router.http.server import HttpServer, ServerLimits
-from kvferry.router.legs import Engines
-from kvferry.router.listening import Listening
-from kvferry.router.metrics import RouterMetrics
-from kvferry.router.options import add_arguments, addresses, config_of, listening_of, settings_of, values_of
-from kvferry.router.pages import Pages
-from kvferry.router.pool import Pool, Role, Worker
-from kvferry.router.settings import RouterSettings
-from kvferry.router.tracing import open_tracing
+from kvferry.router.legs.tasks import Engines
+from kvferry.router.operation.admin import Admin
+from kvferry.router.operation.listening import Listening
+from kvferry.router.operation.options import (
+    add_arguments,
+    addresses,
+    config_of,
+    listening_of,
+    settings_of,
+    values_of,
+)
+from kvferry.router.operation.pages import Pages
+from kvferry.router.record.accesslog import AccessLog
+from kvferry.router.record.metrics import RouterMetrics
+from kvferry.router.record.tracing import open_tracing
+from kvferry.router.serving.admission import Admission
 
 __all__ = ["RouterServer", "add_arguments", "run", "settings_of"]
 

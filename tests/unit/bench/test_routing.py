@@ -28,9 +28,9 @@ from kvferry.bench.routing_engine import END, TOKEN, Engine, Steps
 from kvferry.bench.routing_load import RoutingError, drive
 from kvferry.cli import bench_router
 from kvferry.errors import UsageError
+from kvferry.router.ground.settings import RouterSettings
 from kvferry.router.http.server import Connection
 from kvferry.router.server import RouterServer
-from kvferry.router.settings import RouterSettings
 
 
 @asynccontextmanager

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvferry.bench.virtual_time import run_virtually
-from kvferry.router.admission import Admission
-from kvferry.router.errors import RequestError
+from kvferry.router.ground.errors import RequestError
+from kvferry.router.serving.admission import Admission
 
 
 def gate(**more: Any) -> Admission:

@@ -10,11 +10,11 @@ import pytest
 
 from kvferry.handoff import HeldParams, PrefillParams, SourceParams, parse_request
 from kvferry.ids import EngineId, Incarnation, TransferId
-from kvferry.router.affinity import HELD_BYTES_MAX, Turns
-from kvferry.router.conversation import fingerprint
-from kvferry.router.openai import Endpoint
-from kvferry.router.pool import Role, Worker
-from kvferry.router.prompts import Route
+from kvferry.router.api.conversation import fingerprint
+from kvferry.router.api.openai import Endpoint
+from kvferry.router.dispatch.affinity import HELD_BYTES_MAX, Turns
+from kvferry.router.dispatch.prompts import Route
+from kvferry.router.engines.pool import Role, Worker
 from tests.support.fake_engine import Step, failing
 from tests.support.router_world import RouterWorld, events_of, router_world, until
 

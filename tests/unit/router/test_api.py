@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from kvferry.errors import UsageError
-from kvferry.router.settings import RouterSettings
+from kvferry.router.ground.settings import RouterSettings
 from tests.support.fake_engine import Step
 from tests.support.router_world import events_of, router_world, until
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.router.late_choice import LateChoice
-from kvferry.router.pool import Model, Role
-from kvferry.router.settings import RouterMode
+from kvferry.router.engines.late_choice import LateChoice
+from kvferry.router.engines.pool import Model, Role
+from kvferry.router.ground.settings import RouterMode
 from tests.support.fake_engine import Step, failing
 from tests.support.router_world import RouterWorld, router_world, until
 
@@ -162,7 +162,7 @@ async def test_a_pushed_stream_shows_what_its_engine_adds_after_prefill() -> Non
 async def test_a_pulled_stream_shows_what_its_engine_adds_to_what_push_would_overlap(
     monkeypatch: pytest.MonkeyPatch, overlap: float, adds: bool
 ) -> None:
-    monkeypatch.setattr("kvferry.router.pull.overlap_seconds", lambda tokens: overlap)
+    monkeypatch.setattr("kvferry.router.dispatch.pull.overlap_seconds", lambda tokens: overlap)
     async with router_world(transfer_mode="pull") as world:
         (worker,) = world.router.pool.workers(Role.DECODE)
         await served(world, stream=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.router.breaker import FAILURES_MAX, OPEN_SECONDS, OPEN_SECONDS_MAX, Breaker, BreakerState
+from kvferry.router.engines.breaker import FAILURES_MAX, OPEN_SECONDS, OPEN_SECONDS_MAX, Breaker, BreakerState
 
 
 def opened(now: float = 0.0) -> Breaker:

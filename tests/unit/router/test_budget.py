@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.router.budget import RESERVE, RetryBudget
+from kvferry.router.dispatch.budget import RESERVE, RetryBudget
 from tests.support.fake_engine import failing
 from tests.support.router_world import router_world
 

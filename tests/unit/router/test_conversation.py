@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.router.conversation import PIECE_BYTES, PIECES_MAX, fingerprint
-from kvferry.router.openai import Endpoint
+from kvferry.router.api.conversation import PIECE_BYTES, PIECES_MAX, fingerprint
+from kvferry.router.api.openai import Endpoint
 
 TEXT = Endpoint.COMPLETIONS
 CHAT = Endpoint.CHAT

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from kvferry.errors import UsageError
-from kvferry.router.admin import Admin
-from kvferry.router.discovery import Discovery, alone
-from kvferry.router.errors import RequestError
-from kvferry.router.pool import Origin, Pool, Role, Worker
-from kvferry.router.settings import RouterSettings
+from kvferry.router.engines.discovery import Discovery, alone
+from kvferry.router.engines.pool import Origin, Pool, Role, Worker
+from kvferry.router.ground.errors import RequestError
+from kvferry.router.ground.settings import RouterSettings
+from kvferry.router.operation.admin import Admin
 
 NAME = "dns+http://engines.local:8100"
 
@@ -224,7 +224,7 @@ async def test_an_unknown_worker_is_a_404() -> None:
 
 
 async def test_the_pool_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.router.pool.WORKERS_MAX", 2)
+    monkeypatch.setattr("kvferry.router.engines.pool.WORKERS_MAX", 2)
     world = World(prefill=["http://p0"])
     with pytest.raises(RequestError) as caught:
         world.admin.add("prefill", "http://p1")

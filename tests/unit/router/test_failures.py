@@ -10,11 +10,11 @@ import aiohttp
 import pytest
 
 from kvferry.ids import TransferId
-from kvferry.router.breaker import FAILURES_MAX
-from kvferry.router.legs import DecodeStream
-from kvferry.router.pool import Role, Worker
-from kvferry.router.push import Legs
-from kvferry.router.settings import OnPrefillFailure
+from kvferry.router.dispatch.push import Legs
+from kvferry.router.engines.breaker import FAILURES_MAX
+from kvferry.router.engines.pool import Role, Worker
+from kvferry.router.ground.settings import OnPrefillFailure
+from kvferry.router.legs.tasks import DecodeStream
 from tests.support.fake_engine import Step, failing, source
 from tests.support.router_world import RouterWorld, events_of, router_world, until
 

@@ -11,10 +11,10 @@ import pytest
 from aiohttp import web
 
 from kvferry.handoff import PrefillParams, parse_request
-from kvferry.router.pool import Role
-from kvferry.router.probe import ProbeError, probe, probe_body
+from kvferry.router.engines.pool import Role
+from kvferry.router.engines.probe import ProbeError, probe, probe_body
+from kvferry.router.ground.settings import RouterSettings
 from kvferry.router.server import RouterServer
-from kvferry.router.settings import RouterSettings
 from tests.support.fake_engine import FakeEngine, Step, source
 from tests.support.router_world import router_world, until
 
@@ -127,7 +127,7 @@ async def test_a_loading_prefill_engine_becomes_ready_by_itself() -> None:
 async def test_an_engine_that_was_down_is_asked_for_its_identity_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level("INFO", logger="kvferry.router.health")
+    caplog.set_level("INFO", logger="kvferry.router.engines.health")
     async with router_world() as world:
         await world.p.stop()
         await world.check()

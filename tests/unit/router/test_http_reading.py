@@ -6,7 +6,7 @@ import gzip
 
 import pytest
 
-from kvferry.router.errors import RequestError
+from kvferry.router.ground.errors import RequestError
 from kvferry.router.http.reading import HEAD_BYTES_MAX, Readers, Request, RequestReader
 
 BODY_BYTES_MAX = 100_000

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.router.late_choice import LateChoice
-from kvferry.router.pace import FRESH_SECONDS
+from kvferry.router.engines.late_choice import LateChoice
+from kvferry.router.engines.pace import FRESH_SECONDS
 
 
 def test_nothing_is_known_before_the_first_and_after_a_while() -> None:

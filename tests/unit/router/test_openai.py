@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.handoff import PrefillParams
 from kvferry.ids import TransferId
-from kvferry.router.errors import RequestError
-from kvferry.router.openai import (
+from kvferry.router.api.openai import (
     Endpoint,
     cached_tokens_of,
     client_answer,
@@ -25,6 +24,7 @@ from kvferry.router.openai import (
     shifted,
     summed,
 )
+from kvferry.router.ground.errors import RequestError
 
 TEXT = Endpoint.COMPLETIONS
 CHAT = Endpoint.CHAT

@@ -16,15 +16,15 @@ import aiohttp
 import pytest
 
 from kvferry.bench.virtual_time import run_virtually
-from kvferry.router.counts import Count
+from kvferry.router.api.openai import Endpoint, decode_body, with_params
+from kvferry.router.dispatch.open_legs import OpenLeg
+from kvferry.router.ground.randoms import Randoms
+from kvferry.router.ground.settings import OnPrefillFailure
+from kvferry.router.ground.timeouts import Timeouts
 from kvferry.router.http.client import HttpClient
 from kvferry.router.http.server import Connection, Reply
-from kvferry.router.open_legs import OpenLeg
-from kvferry.router.openai import Endpoint, decode_body, with_params
-from kvferry.router.ordinary_push import OrdinaryPush
-from kvferry.router.randoms import Randoms
-from kvferry.router.settings import OnPrefillFailure
-from kvferry.router.timeouts import Timeouts
+from kvferry.router.record.counts import Count
+from kvferry.router.serving.ordinary_push import OrdinaryPush
 from tests.support.fake_engine import FakeEngine, Step, failing
 from tests.support.router_world import RouterWorld, events_of, router_world, until
 

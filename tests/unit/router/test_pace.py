@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.router.pace import FRESH_SECONDS, Pace
+from kvferry.router.engines.pace import FRESH_SECONDS, Pace
 
 
 def test_nothing_is_known_before_the_first() -> None:

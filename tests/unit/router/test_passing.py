@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from kvferry.router.passing import PASSED
+from kvferry.router.serving.passing import PASSED
 from tests.support.fake_engine import Step, failing
 from tests.support.router_world import router_world
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.router.policy import (
+from kvferry.router.ground.policy import (
     COORDINATION_SECONDS,
     OVERLAP_FROM_TOKENS,
     POLICIES,

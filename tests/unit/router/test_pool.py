@@ -8,10 +8,10 @@ from random import Random
 import msgspec
 import pytest
 
-from kvferry.router.breaker import FAILURES_MAX, OPEN_SECONDS
-from kvferry.router.pace import FRESH_SECONDS
-from kvferry.router.policy import KEEP_LEGS, Queue
-from kvferry.router.pool import Ask, Model, Pool, Role, Worker, same_engine
+from kvferry.router.engines.breaker import FAILURES_MAX, OPEN_SECONDS
+from kvferry.router.engines.pace import FRESH_SECONDS
+from kvferry.router.engines.pool import Ask, Model, Pool, Role, Worker, same_engine
+from kvferry.router.ground.policy import KEEP_LEGS, Queue
 from tests.support.fake_engine import source
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import ExitStack
 from random import Random
 
-from kvferry.router.policy import prefix_costs, rendezvous
-from kvferry.router.pool import Ask, Pool, Role, Worker
-from kvferry.router.prefixes import WORKERS_MAX, Prefixes
+from kvferry.router.engines.pool import Ask, Pool, Role, Worker
+from kvferry.router.engines.prefixes import WORKERS_MAX, Prefixes
+from kvferry.router.ground.policy import prefix_costs, rendezvous
 
 CHAIN = tuple(bytes([number]) for number in range(10))
 

@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 
 from kvferry.handoff import DecodeParams, PrefillParams, parse_request
-from kvferry.router.pool import Role
-from kvferry.router.settings import OnPrefillFailure
+from kvferry.router.engines.pool import Role
+from kvferry.router.ground.settings import OnPrefillFailure
 from tests.support.fake_engine import Step, failing, source
 from tests.support.router_world import RouterWorld, events_of, router_world, until
 

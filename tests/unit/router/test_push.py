@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvferry.handoff import parse_request
-from kvferry.router.pool import same_engine
+from kvferry.router.engines.pool import same_engine
 from tests.support.fake_engine import Step, source
 from tests.support.router_world import events_of, router_world, until
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.router.budget import RESERVE, RetryBudget
-from kvferry.router.policy import overlap_seconds
-from kvferry.router.queueing import PrefillQueue, ServiceTimes
+from kvferry.router.dispatch.budget import RESERVE, RetryBudget
+from kvferry.router.engines.queueing import PrefillQueue, ServiceTimes
+from kvferry.router.ground.policy import overlap_seconds
 
 FIXED_SECONDS = 0.02
 TOKENS_PER_SECOND = 10_000.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.router.pool import Model, Role
+from kvferry.router.engines.pool import Model, Role
 from tests.support.fake_engine import FakeEngine
 from tests.support.router_world import RouterWorld, router_world, until
 

@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 
 from kvferry.errors import UsageError
+from kvferry.router.ground.settings import OnPrefillFailure, RouterSettings
 from kvferry.router.server import add_arguments, run, settings_of
-from kvferry.router.settings import OnPrefillFailure, RouterSettings
 
 URLS = ["--prefill", "http://p:1/", "--decode", "http://d:2"]
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from kvferry.bench.virtual_time import run_virtually
-from kvferry.router.dispatch import Dispatcher
-from kvferry.router.errors import RequestError
-from kvferry.router.legs import Call, PrefillAnswer
-from kvferry.router.metrics import RouterMetrics
-from kvferry.router.openai import Endpoint
-from kvferry.router.pool import Pool, Role, Worker
-from kvferry.router.prompts import Prompt
-from kvferry.router.settings import RouterSettings
+from kvferry.router.api.openai import Endpoint
+from kvferry.router.dispatch.dispatcher import Dispatcher
+from kvferry.router.dispatch.prompts import Prompt
+from kvferry.router.engines.pool import Pool, Role, Worker
+from kvferry.router.ground.errors import RequestError
+from kvferry.router.ground.settings import RouterSettings
+from kvferry.router.legs.tasks import Call, PrefillAnswer
+from kvferry.router.record.metrics import RouterMetrics
 from tests.support.fake_engine import source
 
 SECONDS = 5.0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.router.sse import EventSplitter, EventTooLongError, data_of, event_of
+from kvferry.router.api.sse import EventSplitter, EventTooLongError, data_of, event_of
 
 STREAM = b'data: {"a": 1}\n\n: ping\n\ndata: [DONE]\r\n\r\ndata: x\n\n'
 EVENTS = [b'data: {"a": 1}\n\n', b": ping\n\n", b"data: [DONE]\r\n\r\n", b"data: x\n\n"]

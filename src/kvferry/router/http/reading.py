@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import httptools
 
-from kvferry.router.errors import Cause, RequestError, invalid
+from kvferry.router.ground.errors import Cause, RequestError, invalid
 from kvferry.router.http.messages import Headers, note_header
 
 HEAD_BYTES_MAX = 64 << 10

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from kvferry.router.errors import Cause, RequestError
+from kvferry.router.ground.errors import Cause, RequestError
 from kvferry.router.http.messages import date, header_lines, status_line
 from kvferry.router.http.reading import Readers, Request, RequestReader
 

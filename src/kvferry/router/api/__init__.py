@@ -1,0 +1,1 @@
+"""What clients and engines say to each other: bodies, events, and what prompts have in common."""

@@ -1,0 +1,1 @@
+"""What every room uses: settings, roles, policies, errors, names and timers."""

@@ -1,0 +1,1 @@
+"""One request to one engine, and the ways in which it ends."""

@@ -1,0 +1,1 @@
+"""From a client's request to the last byte of its answer."""
