@@ -221,10 +221,10 @@ async def test_a_fault_of_the_router_is_a_500_that_tells_nothing(
 ) -> None:
     async with router_world() as world:
 
-        def broken(*_: object) -> None:
+        def broken() -> float:
             raise ZeroDivisionError("inner detail")
 
-        monkeypatch.setattr(world.router.pool.__class__, "choose", broken)
+        monkeypatch.setattr(world.router.pool, "clock", broken)
         async with world.complete() as response:
             assert response.status == 500
             text = await response.text()

@@ -8,7 +8,6 @@ of the cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -55,11 +54,10 @@ class Fingerprint:
         """Whether the prompt begins with the one that ended so."""
         return end is not None and end in self.chain
 
-    def known_by(self) -> Iterator[bytes]:
+    def known_by(self) -> list[bytes]:
         """What the turn before may be known by, the surest first: the session, then the longest beginning."""
-        if self.session is not None:
-            yield self.session
-        yield from reversed(self.chain)
+        named = [] if self.session is None else [self.session]
+        return named + list(reversed(self.chain))
 
 
 def fingerprint(endpoint: Endpoint, body: Body, session: str | None) -> Fingerprint:

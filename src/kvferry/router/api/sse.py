@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 
+from kvferry.router.ground.errors import EventTooLongError
+
 DONE = b"data: [DONE]\n\n"
 _END = re.compile(rb"\n\r?\n")
 _END_BYTES_MAX = 3
-
-
-class EventTooLongError(ValueError):
-    """One event is longer than the splitter's limit."""
 
 
 class EventSplitter:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 FRESH_SECONDS = 60.0
@@ -34,15 +32,9 @@ class Pace:
         """How many legs the requests that were noted have met."""
         return self._legs
 
-    @contextmanager
-    def waiting(self, since: float) -> Iterator[None]:
+    def waiting(self, since: float) -> Waiting:
         """A request waits as long as the block runs."""
-        token = object()
-        self.begin(token, since)
-        try:
-            yield
-        finally:
-            self.end(token)
+        return Waiting(self, since)
 
     def begin(self, token: object, since: float) -> None:
         """A request waits until `end` is called for the same token."""
@@ -68,3 +60,21 @@ class Pace:
 
     def _mean(self, now: float) -> float | None:
         return None if self._until is None or now > self._until else self._seconds
+
+
+class Waiting:
+    """A context manager: in its block a request waits."""
+
+    __slots__ = ("_pace", "_since")
+
+    def __init__(self, pace: Pace, since: float) -> None:
+        self._pace = pace
+        self._since = since
+
+    def __enter__(self) -> None:
+        """It waits."""
+        self._pace.begin(self, self._since)
+
+    def __exit__(self, *raised: object) -> None:
+        """It waits no more."""
+        self._pace.end(self)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -156,31 +155,18 @@ class Worker:
         self.pace.forget()
         self.queue.forget()
 
-    @contextmanager
-    def leg(self, tokens: int = 0) -> Iterator[Leg]:
+    def leg(self, tokens: int = 0) -> Opened:
         """Count one leg for as long as it is open."""
-        leg = Leg(max(tokens, 1))
-        self.legs.add(leg)
-        self.tokens += leg.tokens
-        try:
-            yield leg
-        finally:
-            self.legs.discard(leg)
-            self.tokens -= leg.tokens
+        return Opened(self, Leg(max(tokens, 1)))
 
     @property
     def drained(self) -> bool:
         """Whether it can be stopped without anybody noticing."""
         return self.draining and not self.legs and not self.transfers
 
-    @contextmanager
-    def transferring(self) -> Iterator[None]:
+    def transferring(self) -> Transferring:
         """A hand-over from it is under way as long as the block runs."""
-        self.transfers += 1
-        try:
-            yield
-        finally:
-            self.transfers -= 1
+        return Transferring(self)
 
     def end(self) -> None:
         """End everything that is open to it."""
@@ -216,3 +202,37 @@ class Commitment:
         """The leg is open, or will not be. Can be called again."""
         self.worker.tokens -= self.tokens
         self.tokens = 0
+
+
+@dataclass(slots=True, eq=False)
+class Opened:
+    """A context manager: in its block a leg is open at the worker."""
+
+    worker: Worker
+    leg: Leg
+
+    def __enter__(self) -> Leg:
+        """Open it."""
+        self.worker.legs.add(self.leg)
+        self.worker.tokens += self.leg.tokens
+        return self.leg
+
+    def __exit__(self, *raised: object) -> None:
+        """Close it."""
+        self.worker.legs.discard(self.leg)
+        self.worker.tokens -= self.leg.tokens
+
+
+@dataclass(slots=True, eq=False)
+class Transferring:
+    """A context manager: in its block a hand-over from the worker is under way."""
+
+    worker: Worker
+
+    def __enter__(self) -> None:
+        """It begins."""
+        self.worker.transfers += 1
+
+    def __exit__(self, *raised: object) -> None:
+        """It is over."""
+        self.worker.transfers -= 1

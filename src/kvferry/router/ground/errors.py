@@ -153,3 +153,7 @@ def _type_of(status: int) -> str:
     if status == 429:
         return "rate_limit_error"
     return "invalid_request_error" if status < 500 else "server_error"
+
+
+class EventTooLongError(ValueError):
+    """One event of a stream is longer than the router takes."""

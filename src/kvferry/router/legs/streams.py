@@ -9,9 +9,9 @@ from typing import Protocol
 import msgspec
 
 from kvferry.router.api.openai import error_message
-from kvferry.router.api.sse import DONE, EventSplitter, EventTooLongError, data_of
+from kvferry.router.api.sse import DONE, EventSplitter, data_of
 from kvferry.router.engines.worker import Worker
-from kvferry.router.ground.errors import JSON, EngineAnswer
+from kvferry.router.ground.errors import JSON, EngineAnswer, EventTooLongError
 from kvferry.router.http.answers import Answer, LostError
 from kvferry.router.legs.failures import LegError, Reason
 

@@ -5,7 +5,7 @@ They belong to the event loop's thread, as the histograms do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client.metrics_core import CounterMetricFamily
@@ -50,9 +50,9 @@ class Count:
         """Count with a counter without labels."""
         self.labels().inc(amount)
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
+    def collect(self) -> list[CounterMetricFamily]:
         """What the registry asks for."""
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)
         for values, child in self._children.items():
             family.add_metric(values, child.value)
-        yield family
+        return [family]

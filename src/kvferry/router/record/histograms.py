@@ -7,7 +7,7 @@ which `/metrics` is answered, too.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client.metrics_core import HistogramMetricFamily
@@ -65,7 +65,7 @@ class Histogram:
         """Take in a value of a histogram without labels."""
         self.labels().observe(value)
 
-    def collect(self) -> Iterator[HistogramMetricFamily]:
+    def collect(self) -> list[HistogramMetricFamily]:
         """What the registry asks for."""
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
         names = [*map(floatToGoString, self._bounds), "+Inf"]
@@ -76,4 +76,4 @@ class Histogram:
                 count += more
                 buckets.append((name, count))
             family.add_metric(values, buckets, sum_value=child.total)
-        yield family
+        return [family]

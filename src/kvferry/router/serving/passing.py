@@ -11,10 +11,10 @@ from __future__ import annotations
 import msgspec
 
 from kvferry.router.api.openai import PARAMS, own_body, read_object
-from kvferry.router.api.sse import EventSplitter, EventTooLongError
+from kvferry.router.api.sse import EventSplitter
 from kvferry.router.dispatch.dispatcher import Dispatcher
 from kvferry.router.engines.pool import Ask, Role, Worker
-from kvferry.router.ground.errors import JSON, nobody_decodes
+from kvferry.router.ground.errors import JSON, EventTooLongError, nobody_decodes
 from kvferry.router.http.answers import Answer
 from kvferry.router.http.reading import Request
 from kvferry.router.http.server import Reply
