@@ -15,10 +15,10 @@ unexport PYTHONDONTWRITEBYTECODE
 SETUP_INPUTS := pyproject.toml scripts/setup.sh $(wildcard requirements/*.txt)
 
 .DEFAULT_GOAL := setup
-.PHONY: setup demo test test-fast test-simulation test-integration test-engines test-long simulate compat \
+.PHONY: setup compiled demo test test-fast test-simulation test-integration test-engines test-interpreted test-long simulate compat \
 	lint format types contracts coverage clean
 
-setup: $(READY)
+setup: $(READY) compiled
 
 $(READY): $(SETUP_INPUTS)
 	scripts/setup.sh --venv $(VENV)
@@ -28,10 +28,22 @@ $(COMPAT_READY): $(SETUP_INPUTS)
 	scripts/setup.sh --venv $(COMPAT_VENV) --vllm $(COMPAT_VERSION)
 	@touch $@
 
-demo: $(READY)
+# The router's hot path, compiled by mypyc. Where there is no compiler the router runs interpreted, and says so.
+compiled: $(READY)
+	$(BIN)/python scripts/compile_router.py --optional
+
+demo: $(READY) compiled
 	$(BIN)/kvferry demo
 
-test: lint types contracts test-fast test-simulation simulate test-integration test-engines
+# The first four keep to one core each. What follows runs what has been compiled, and fails if that is nothing.
+test: export KVFERRY_DEMANDS_COMPILED := 1
+test: $(READY)
+	$(MAKE) -j $(WORKERS) lint types contracts compiled test-interpreted
+	$(MAKE) test-fast
+	$(MAKE) test-simulation
+	$(MAKE) simulate
+	$(MAKE) test-integration
+	$(MAKE) test-engines
 
 lint: $(READY)
 	$(BIN)/ruff check
@@ -49,6 +61,10 @@ contracts: $(READY)
 
 test-fast: $(READY)
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not long" tests/unit tests/property tests/transcripts tests/architecture
+
+# The router's sources as they are, which is how they run while they are being changed.
+test-interpreted: $(READY)
+	KVFERRY_DEMANDS_COMPILED= KVFERRY_INTERPRETED=1 $(BIN)/python -m pytest -q -m "not long" tests/unit/router
 
 test-simulation: $(READY)
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not long" tests/simulation
@@ -82,5 +98,5 @@ coverage: $(READY)
 	$(BIN)/coverage report
 
 clean:
-	rm -rf .venv .venv-* build dist demo-output soak-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
+	rm -rf .venv .venv-* src/kvferry/_compiled* build dist demo-output soak-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

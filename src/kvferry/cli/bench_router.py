@@ -16,6 +16,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+from kvferry import compiled
 from kvferry.bench.routing import Contender, cost_of, measure, problems, table
 from kvferry.bench.routing_engine import new_loop
 from kvferry.cli.fleet import Fleet
@@ -61,6 +62,7 @@ def run(namespace: argparse.Namespace) -> int:
         finally:
             os.sched_setaffinity(0, before)
     costs = {each.name: cost_of(taken[each.name], taken[direct.name]) for each in routers}
+    print(f"the router's hot path is {compiled.state()}", end="\n\n")
     print("\n".join(table(costs)), end="\n\n")
     if namespace.json is not None:
         namespace.json.write_text(json.dumps({name: asdict(cost) for name, cost in costs.items()}, indent=2))

@@ -6,6 +6,7 @@ from html import escape
 from typing import Any
 
 import kvferry
+from kvferry import compiled
 from kvferry.router.engines.pool import Pool, Role, Worker
 from kvferry.router.ground.settings import RouterSettings
 from kvferry.router.operation.admin import described
@@ -29,6 +30,7 @@ def status_of(pool: Pool, admission: Admission, settings: RouterSettings, up_sec
     now = pool.clock()
     return {
         "version": kvferry.__version__,
+        "code": compiled.state(),
         "up_seconds": round(up_seconds, 3),
         "ready": pool.ready and not admission.closed,
         "draining": admission.closed,
@@ -50,8 +52,8 @@ def page_of(status: Status) -> str:
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>kvferry router</title><style>{_STYLE}'
         f"</style><h1>kvferry router {escape(status['version'])}: {ready}</h1>"
         f"<p>{requests['serving']} requests served now, {requests['waiting']} waiting;"
-        f" {escape(status['transfer_mode'])}; up {status['up_seconds']:.0f} s.</p><ul>{warnings}</ul>"
-        f"<table><tr>{head}</tr>{rows}</table></html>\n"
+        f" {escape(status['transfer_mode'])}; up {status['up_seconds']:.0f} s; {escape(status['code'])}."
+        f"</p><ul>{warnings}</ul><table><tr>{head}</tr>{rows}</table></html>\n"
     )
 
 

@@ -1,0 +1,92 @@
+"""The router's compiled modules are served if every one of them fits the sources; else none is."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvferry import compiled
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two sources and a stamp that fits them; the extensions are not real ones."""
+    monkeypatch.delenv(compiled.SWITCH, raising=False)
+    directory = tmp_path / "compiled"
+    directory.mkdir()
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").write_text("x = 1\n")
+    for name in ("one", "two", "shared_library"):
+        (directory / f"{name}{compiled.suffix()}").write_bytes(b"not an extension")
+    stamp = {
+        "format": compiled.FORMAT,
+        "suffix": compiled.suffix(),
+        "modules": {name: compiled.source_digest(tmp_path, name) for name in ("one", "two")},
+        "extensions": {
+            name: compiled.digest_of(directory / f"{name}{compiled.suffix()}")
+            for name in ("one", "two", "shared_library")
+        },
+    }
+    (directory / compiled.STAMP).write_text(json.dumps(stamp))
+    return tmp_path
+
+
+def reason(root: Path) -> str:
+    return compiled.unfit(root, root / "compiled", compiled.read_stamp(root / "compiled"))
+
+
+def test_what_was_just_compiled_fits(made: Path) -> None:
+    assert reason(made) == ""
+
+
+def test_one_changed_byte_leaves_every_module_interpreted(made: Path) -> None:
+    (made / "two.py").write_text("x = 2\n")
+    state = compiled.install(made, made / "compiled")
+    assert state == "interpreted: the sources have changed since; run `make compiled`"
+
+
+def test_another_python_does_not_load_them(made: Path) -> None:
+    file = made / "compiled" / compiled.STAMP
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"suffix": ".cpython-39.so"}))
+    assert reason(made).startswith("it was compiled for another Python")
+
+
+@pytest.mark.parametrize("damaged", [b"not", b"not an extensiom", b""])
+def test_a_damaged_extension_is_not_loaded(made: Path, damaged: bytes) -> None:
+    (made / "compiled" / f"one{compiled.suffix()}").write_bytes(damaged)
+    assert "one is missing or damaged" in reason(made)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1, "modules": {"one": 1}}', "\x00"])
+def test_a_damaged_stamp_leaves_the_router_interpreted(made: Path, text: str) -> None:
+    (made / "compiled" / compiled.STAMP).write_text(text)
+    assert "cannot be used" in compiled.install(made, made / "compiled")
+
+
+def test_what_the_host_cannot_load_leaves_no_finder(made: Path) -> None:
+    before = list(sys.meta_path)
+    assert "cannot be loaded" in compiled.install(made, made / "compiled")
+    assert sys.meta_path == before
+
+
+def test_the_switch_turns_it_off(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(compiled.SWITCH, "1")
+    assert compiled.install(made, made / "compiled") == "interpreted: KVFERRY_INTERPRETED is set"
+
+
+def test_nothing_compiled_is_a_state_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(compiled.SWITCH, raising=False)
+    assert compiled.install(tmp_path, tmp_path) == "interpreted: nothing has been compiled"
+
+
+@pytest.mark.skipif(not os.environ.get("KVFERRY_DEMANDS_COMPILED"), reason="`make test` demands it")
+def test_what_is_tested_is_what_was_compiled() -> None:
+    """Else a set-up that stopped compiling would go unnoticed, and the compiled modules untried."""
+    assert compiled.state() == "compiled"
+    ours = {name: module.__file__ for name, module in sys.modules.items() if name in compiled.listed()}
+    assert len(ours) > 10
+    assert all(file and file.endswith(compiled.suffix()) for file in ours.values())
