@@ -15,15 +15,16 @@ MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
 def recipe(target: str) -> str:
     """The lines that a target runs."""
-    found = re.search(rf"^{target}:.*\n((?:\t.*\n)*)", MAKEFILE, flags=re.MULTILINE)
+    found = re.search(rf"^{target}:(?! export).*\n((?:\t.*\n)*)", MAKEFILE, flags=re.MULTILINE)
     assert found, f"the Makefile has no target {target!r}"
     return found[1]
 
 
 def needed_by(target: str) -> list[str]:
-    found = re.search(rf"^{target}: (.*)$", MAKEFILE, flags=re.MULTILINE)
-    assert found, f"the Makefile has no target {target!r}"
-    return found[1].split()
+    """The targets that a target's lines make."""
+    made = re.findall(r"\$\(MAKE\)(?: -j \$\(WORKERS\))? (.*)", recipe(target))
+    assert made, f"the Makefile's target {target!r} makes nothing"
+    return " ".join(made).split()
 
 
 def test_make_test_runs_every_folder_of_tests() -> None:

@@ -9,8 +9,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvferry.router.http.answers import Answer, LostError
-from kvferry.router.http.client import ConnectError, HttpClient, origin_of
+from kvferry.router.http.answers import Answer
+from kvferry.router.http.client import HttpClient, origin_of
+from kvferry.router.http.failures import ConnectError, LostError
 
 OK = b"HTTP/1.1 200 OK\r\n"
 

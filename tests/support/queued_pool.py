@@ -20,9 +20,10 @@ from typing import Any
 from kvferry.bench.virtual_time import run_virtually
 from kvferry.router.api.openai import Endpoint
 from kvferry.router.dispatch.dispatcher import Dispatcher
-from kvferry.router.dispatch.prompts import Prompt
+from kvferry.router.dispatch.prompt import Prompt
 from kvferry.router.engines.pool import Pool, Role, Worker
 from kvferry.router.ground.settings import DecodeDispatch, RouterMode, RouterSettings
+from kvferry.router.http.answers import Answer
 from kvferry.router.legs.tasks import Call, DecodeStream, PrefillAnswer
 from kvferry.router.record.metrics import RouterMetrics
 from tests.support.fake_engine import source
@@ -54,14 +55,12 @@ class PoolModel:
     transfer_seconds_per_token: float = 5e-6
 
 
-class _Stream(DecodeStream):
+def _answered(worker: Worker, slot: ExitStack) -> DecodeStream:
     """An answered decode leg: nothing of it is read, its slot is given back."""
-
-    def __init__(self, slot: ExitStack) -> None:
-        self._slot = slot
-
-    def close(self) -> None:
-        self._slot.close()
+    nowhere: Any = None
+    stream = DecodeStream(worker, Answer(nowhere, asyncio.get_running_loop()), 1)
+    stream.closes(slot.close)
+    return stream
 
 
 @dataclass(slots=True)
@@ -102,7 +101,7 @@ class _Engines:
             written = (asyncio.get_running_loop().time() - since) / self.model.transfer_seconds_per_token
             left = tokens if late else max(min(tokens, STEP_TOKENS), tokens - written)
             await asyncio.sleep(left * self.model.transfer_seconds_per_token + model.first_seconds)
-            return _Stream(slot.pop_all())
+            return _answered(worker, slot.pop_all())
 
 
 def ttfts(model: PoolModel, mode: RouterMode, policy: str = "least_load", seed: int = 1) -> list[float]:

@@ -19,7 +19,8 @@ from kvferry.router.record.timeline import Timeline
 from kvferry.router.record.tracing import Tracing
 from kvferry.router.serving.accounting import Accounting
 from kvferry.router.serving.admission import Admission
-from kvferry.router.serving.exchange import Deadlines, Exchange, request_id_of, say_why
+from kvferry.router.serving.asking import request_id_of
+from kvferry.router.serving.exchange import Deadlines, Exchange, say_why
 from kvferry.router.serving.handing_over import Desk
 from kvferry.router.serving.ordinary import Ordinary
 from kvferry.router.serving.ordinary_push import OrdinaryPush

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,8 +30,35 @@ from kvferry.bench.routing_load import RoutingError, drive
 from kvferry.cli import bench_router
 from kvferry.errors import UsageError
 from kvferry.router.ground.settings import RouterSettings
-from kvferry.router.http.server import Connection
+from kvferry.router.http import awaiting
+from kvferry.router.http.server import ClientConnection, HttpServer
 from kvferry.router.server import RouterServer
+
+
+class Overheard(asyncio.Protocol):
+    """Stands before a connection of the router's server, and notes what that writes."""
+
+    def __init__(self, connection: ClientConnection, written: list[bytes]) -> None:
+        self.connection = connection
+        self.written = written
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport: Any = transport
+        stand_in: Any = self
+        self.connection.connection_made(stand_in)
+
+    def data_received(self, data: bytes) -> None:
+        self.connection.data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.connection.connection_lost(exc)
+
+    def write(self, data: bytes) -> None:
+        self.written.append(data)
+        self.transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.transport, name)
 
 
 @asynccontextmanager
@@ -73,13 +101,13 @@ async def test_the_engine_and_the_router_before_it_stream_what_is_asked(pace_ms:
 async def test_what_comes_at_once_goes_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Head, events and end in one write: another one costs 6 % of a request's CPU."""
     written: list[bytes] = []
-    write = Connection.write
 
-    def noted(connection: Connection, data: bytes) -> None:
-        written.append(data)
-        write(connection, data)
+    async def start(server: HttpServer, host: str, port: int, tls: object) -> None:
+        del tls
+        loop = asyncio.get_running_loop()
+        server.listens(await loop.create_server(lambda: Overheard(server.accept(), written), host, port))
 
-    monkeypatch.setattr(Connection, "write", noted)
+    monkeypatch.setattr(awaiting, "start", start)
     async with (
         engines() as (prefill, decode),
         RouterServer(RouterSettings(prefill=(prefill,), decode=(decode,))) as router,

@@ -13,7 +13,7 @@ from kvferry.ids import EngineId, Incarnation, TransferId
 from kvferry.router.api.conversation import fingerprint
 from kvferry.router.api.openai import Endpoint
 from kvferry.router.dispatch.affinity import HELD_BYTES_MAX, Turns
-from kvferry.router.dispatch.prompts import Route
+from kvferry.router.dispatch.prompt import Route
 from kvferry.router.engines.pool import Role, Worker
 from tests.support.fake_engine import Step, failing
 from tests.support.router_world import RouterWorld, events_of, router_world, until

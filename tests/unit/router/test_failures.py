@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from typing import Any
 
 import aiohttp
 import pytest
@@ -14,6 +15,7 @@ from kvferry.router.dispatch.push import Legs
 from kvferry.router.engines.breaker import FAILURES_MAX
 from kvferry.router.engines.pool import Role, Worker
 from kvferry.router.ground.settings import OnPrefillFailure
+from kvferry.router.http.answers import Answer
 from kvferry.router.legs.tasks import DecodeStream
 from tests.support.fake_engine import Step, failing, source
 from tests.support.router_world import RouterWorld, events_of, router_world, until
@@ -303,20 +305,17 @@ async def test_a_stream_that_arrives_while_its_request_ends_is_closed() -> None:
     """The client leaves in the moment between the first event and its relay: the leg must not stay open."""
     closed = asyncio.Event()
 
-    class LateStream(DecodeStream):
-        def __init__(self) -> None:
-            pass
-
-        def close(self) -> None:
-            closed.set()
+    worker, transfer = Worker("http://p", Role.PREFILL), TransferId("transfer-one")
+    nowhere: Any = None
+    stream = DecodeStream(worker, Answer(nowhere, asyncio.get_running_loop()), 1)
+    stream.closes(closed.set)
 
     async def answered() -> DecodeStream:
-        return LateStream()
+        return stream
 
     decode = asyncio.create_task(answered())
     await decode
     prefill = asyncio.create_task(asyncio.Event().wait())
-    worker, transfer = Worker("http://p", Role.PREFILL), TransferId("transfer-one")
     legs = Legs(
         worker=worker, consumer=worker, source=source(), transfer=transfer, prefill=prefill, decode=decode
     )

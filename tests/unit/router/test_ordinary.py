@@ -10,6 +10,7 @@ import asyncio
 import gc
 import json
 import ssl
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import aiohttp
@@ -21,8 +22,9 @@ from kvferry.router.dispatch.open_legs import OpenLeg
 from kvferry.router.ground.randoms import Randoms
 from kvferry.router.ground.settings import OnPrefillFailure
 from kvferry.router.ground.timeouts import Timeouts
+from kvferry.router.http import awaiting
 from kvferry.router.http.client import HttpClient
-from kvferry.router.http.server import Connection, Reply
+from kvferry.router.http.server import ClientConnection, Reply
 from kvferry.router.record.counts import Count
 from kvferry.router.serving.ordinary_push import OrdinaryPush
 from tests.support.fake_engine import FakeEngine, Step, failing
@@ -33,14 +35,14 @@ from tests.support.router_world import RouterWorld, events_of, router_world, unt
 def tasks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The requests that are served by a task."""
     seen: list[Any] = []
-    serve = Connection.go_on
+    serve = awaiting.serve
 
-    def counted(connection: Connection, reply: Reply, begun: object = None) -> asyncio.Task[None]:
+    def counted(connection: ClientConnection, reply: Reply, begun: object) -> Coroutine[Any, Any, None]:
         if reply.request.path in {each.value for each in Endpoint}:
             seen.append(reply.request)
         return serve(connection, reply, begun)
 
-    monkeypatch.setattr(Connection, "go_on", counted)
+    monkeypatch.setattr(awaiting, "serve", counted)
     return seen
 
 
@@ -163,17 +165,17 @@ async def test_a_client_that_leaves_before_the_task_has_begun_takes_nothing_alon
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A task that is cancelled before it has begun runs nothing of itself."""
-    go_on = Connection.go_on
+    serve = awaiting.serve
 
-    def gone(connection: Connection, reply: Reply, begun: object = None) -> asyncio.Task[None]:
-        task = go_on(connection, reply, begun)
+    def gone(connection: ClientConnection, reply: Reply, begun: object) -> Coroutine[Any, Any, None]:
         if begun is not None:
             assert connection.transport is not None
             connection.transport.abort()
-            task.cancel()
-        return task
+            # Before the task's first step, which its maker asks for after this.
+            asyncio.get_running_loop().call_soon(lambda: connection.serving and connection.serving.cancel())
+        return serve(connection, reply, begun)
 
-    monkeypatch.setattr(Connection, "go_on", gone)
+    monkeypatch.setattr(awaiting, "serve", gone)
     async with router_world() as world:
         world.p.plan(failing(503))
         world.d.plan(Step(gate=asyncio.Event()))
@@ -296,23 +298,32 @@ def test_counts_are_told_as_prometheus_counters_are() -> None:
 def test_a_connection_that_is_given_up_while_it_is_made_is_forgotten() -> None:
     """X20: uvloop tells no protocol of the end of such a connection."""
     uvloop = pytest.importorskip("uvloop")
+    given_up: list[Callable[[], None]] = []
+
+    class Opened(asyncio.Protocol):
+        """Stands before a new connection, and does something as soon as it is there."""
+
+        def __init__(self, connection: asyncio.BaseProtocol) -> None:
+            self.connection = connection
+
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            self.connection.connection_made(transport)
+            given_up.pop()()
+
+    class Loop(uvloop.Loop):  # type: ignore[misc]
+        async def create_connection(self, factory: Callable[[], Any], *where: Any, **how: Any) -> Any:
+            return await super().create_connection(lambda: Opened(factory()), *where, **how)
 
     async def run() -> None:
         engine = FakeEngine()
         async with engine:
             client = HttpClient(5.0, 5.0, ssl.create_default_context())
-            opened = client.opened
-
-            def given_up(connection: Any) -> None:
-                opened(connection)
-                answer.close()
-
-            client.opened = given_up  # type: ignore[method-assign]
             answer = client.start(engine.url, "/health", b"")
+            given_up.append(answer.close)
             await until(lambda: not client.connecting)
             # It waits for the end of every connection that it knows of.
             async with asyncio.timeout(10.0):
                 await client.close()
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=Loop) as runner:
         runner.run(run())

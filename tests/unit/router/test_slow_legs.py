@@ -13,7 +13,7 @@ import pytest
 from kvferry.bench.virtual_time import run_virtually
 from kvferry.router.api.openai import Endpoint
 from kvferry.router.dispatch.dispatcher import Dispatcher
-from kvferry.router.dispatch.prompts import Prompt
+from kvferry.router.dispatch.prompt import Prompt
 from kvferry.router.engines.pool import Pool, Role, Worker
 from kvferry.router.ground.errors import RequestError
 from kvferry.router.ground.settings import RouterSettings

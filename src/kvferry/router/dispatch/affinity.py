@@ -16,7 +16,7 @@ from kvferry.errors import HandoffError
 from kvferry.handoff import parse_held
 from kvferry.router.api.conversation import Fingerprint
 from kvferry.router.api.openai import Body
-from kvferry.router.dispatch.prompts import Route
+from kvferry.router.dispatch.prompt import Route
 from kvferry.router.engines.pool import Role, Worker
 from kvferry.router.record.metrics import RouterMetrics
 

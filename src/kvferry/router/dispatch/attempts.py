@@ -12,7 +12,7 @@ from kvferry.handoff import TransferMode
 from kvferry.router.api.openai import Body
 from kvferry.router.dispatch.affinity import Continuation
 from kvferry.router.dispatch.choosing import Choosing
-from kvferry.router.dispatch.prompts import Prompt
+from kvferry.router.dispatch.prompt import Prompt
 from kvferry.router.dispatch.sending import Sending
 from kvferry.router.dispatch.services import Services
 from kvferry.router.engines.pool import Pool, Role, Worker

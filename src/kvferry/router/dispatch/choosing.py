@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.router.dispatch.prompts import Prompt
+from kvferry.router.dispatch.prompt import Prompt
 from kvferry.router.dispatch.services import Services
 from kvferry.router.engines.pool import Ask, Role, Worker
 from kvferry.router.engines.worker import Commitment

@@ -40,7 +40,8 @@ from kvferry.ids import TransferId
 from kvferry.router.api.openai import Endpoint
 from kvferry.router.dispatch.affinity import Turn
 from kvferry.router.dispatch.attempts import Again, Attempts
-from kvferry.router.dispatch.prompts import Prompt, Route, Served
+from kvferry.router.dispatch.prompt import Prompt, Route
+from kvferry.router.dispatch.prompts import Served
 from kvferry.router.dispatch.pull import pull
 from kvferry.router.dispatch.push import Begun, go_on, push
 from kvferry.router.dispatch.services import Services

@@ -14,7 +14,8 @@ from kvferry.handoff import PrefillParams
 from kvferry.ids import TransferId
 from kvferry.router.api.openai import Body
 from kvferry.router.dispatch.attempts import Again, Attempts
-from kvferry.router.dispatch.prompts import Route, Served, cancelled, may_be_held
+from kvferry.router.dispatch.prompt import Route
+from kvferry.router.dispatch.prompts import Served, cancelled, may_be_held
 from kvferry.router.engines.pool import Role, Worker
 from kvferry.router.ground.errors import Cause
 from kvferry.router.ground.policy import overlap_seconds

@@ -15,15 +15,8 @@ from kvferry.handoff import DecodeParams, PrefillParams, SourceParams
 from kvferry.ids import TransferId
 from kvferry.router.api.openai import Body, ClientRequest
 from kvferry.router.dispatch.attempts import Attempts, Beginning
-from kvferry.router.dispatch.prompts import (
-    Prompt,
-    Route,
-    Served,
-    cancelled,
-    close_stream,
-    leg_task,
-    may_be_held,
-)
+from kvferry.router.dispatch.prompt import Prompt, Route
+from kvferry.router.dispatch.prompts import Served, cancelled, close_stream, leg_task, may_be_held
 from kvferry.router.engines.pool import Role, Worker, same_engine
 from kvferry.router.engines.queueing import Ticket
 from kvferry.router.ground.policy import overlap_seconds

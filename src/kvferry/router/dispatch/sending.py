@@ -13,7 +13,8 @@ from kvferry.handoff import SourceParams
 from kvferry.ids import TransferId
 from kvferry.router.api.openai import Body, Endpoint, decode_body, prefill_body
 from kvferry.router.dispatch.choosing import Choosing
-from kvferry.router.dispatch.prompts import Prompt, in_a_task, leg_task
+from kvferry.router.dispatch.prompt import Prompt
+from kvferry.router.dispatch.prompts import in_a_task, leg_task
 from kvferry.router.dispatch.services import Services
 from kvferry.router.engines.pool import Role, Worker
 from kvferry.router.engines.probe import release_body

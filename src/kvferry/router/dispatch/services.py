@@ -6,7 +6,8 @@ import asyncio
 
 from kvferry.router.dispatch.affinity import Continuation, Turns
 from kvferry.router.dispatch.budget import RetryBudget
-from kvferry.router.dispatch.prompts import Background, Prompt
+from kvferry.router.dispatch.prompt import Prompt
+from kvferry.router.dispatch.prompts import Background
 from kvferry.router.engines.health import Monitor
 from kvferry.router.engines.pool import ANYTHING, Ask, Pool, Role, Worker
 from kvferry.router.ground.policy import CACHE_POLICIES

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from kvferry.errors import KvferryError
+from kvferry.router.http import awaiting
+from kvferry.router.http.failures import ConnectError, LostError
 from kvferry.router.http.messages import Headers
 
 _AHEAD_BYTES_MAX = 256 << 10
 """How much of an answer may wait to be read."""
-
-
-class LostError(KvferryError):
-    """The connection ended, or what came is no HTTP, before the answer was complete."""
-
-
-class ConnectError(KvferryError):
-    """No connection: the other side has not seen the request."""
 
 
 class Source(Protocol):
@@ -63,29 +56,22 @@ class Answer:
         """Its media type, without parameters; empty when it tells none."""
         return self.header(b"content-type").partition(";")[0].strip().lower()
 
-    async def head(self) -> None:
+    def head(self) -> Awaitable[None]:
         """Wait for status and headers.
 
         Raises:
             ConnectError: there is no connection.
             LostError: the connection ends before.
         """
-        while not self.status:
-            self._raise_failure()
-            await self._wait()
+        return awaiting.head(self)
 
-    async def read(self) -> bytes:
+    def read(self) -> Awaitable[bytes]:
         """What has arrived since, at least one byte; empty after the end.
 
         Raises:
             LostError: the connection ended before the answer did.
         """
-        while not self._chunks:
-            self._raise_failure()
-            if self.ended:
-                return b""
-            await self._wait()
-        return self._taken()
+        return awaiting.read(self)
 
     def pour(self, sink: Callable[[bytes], None]) -> None:
         """Give what has arrived, and all that will, to `sink`; an empty piece says that no more comes.
@@ -94,7 +80,7 @@ class Answer:
         """
         self.sink = sink
         if self._chunks:
-            sink(self._taken())
+            sink(self.taken())
         if self.ended or self.failure is not None:
             self._told_end()
 
@@ -171,7 +157,8 @@ class Answer:
         if self._waiter is not None:
             self.wake()
 
-    def _taken(self) -> bytes:
+    def taken(self) -> bytes:
+        """What has arrived and was not read; there must be something."""
         chunks = self._chunks
         data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         chunks.clear()
@@ -179,10 +166,12 @@ class Answer:
         self.go_on()
         return data
 
-    async def _wait(self) -> None:
+    def waiter(self) -> asyncio.Future[None]:
+        """A future that is done as soon as something has come, or nothing more will."""
         self._waiter = self._loop.create_future()
-        await self._waiter
+        return self._waiter
 
-    def _raise_failure(self) -> None:
+    def raise_failure(self) -> None:
+        """Raise why no more comes, if nothing more does."""
         if self.failure is not None:
             raise self.failure

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import cast
@@ -16,8 +16,10 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from kvferry.router.http.answers import Answer, ConnectError, LostError
-from kvferry.router.http.messages import Headers, header_lines, note_header
+from kvferry.router.http import awaiting
+from kvferry.router.http.answers import Answer
+from kvferry.router.http.failures import LostError
+from kvferry.router.http.messages import Headers, note_header
 
 _HEAD_BYTES_MAX = 64 << 10
 _WHOLE_BYTES_MAX = 64 << 10
@@ -57,9 +59,9 @@ def origin_of(url: str) -> Origin:
 class _Shelf:
     """The connections to one origin that nobody uses, the longest unused first."""
 
-    idle: list[_Connection] = field(default_factory=list)
+    idle: list[Connection] = field(default_factory=list)
 
-    def take(self) -> _Connection | None:
+    def take(self) -> Connection | None:
         while self.idle:
             connection = self.idle.pop()
             if connection.usable():
@@ -72,32 +74,26 @@ class HttpClient:
 
     def __init__(self, connect_seconds: float, idle_seconds: float, tls: ssl.SSLContext) -> None:
         self._loop = asyncio.get_running_loop()
-        self._connect_seconds = connect_seconds
+        self.connect_seconds = connect_seconds
         self.idle_seconds = idle_seconds
         self._shelves: dict[Origin, _Shelf] = {}
-        self._connections: set[_Connection] = set()
-        self.connecting: set[_Connecting] = set()
-        self._all_closed = asyncio.Event()
-        self._all_closed.set()
-        self._tls = tls
+        self._connections: set[Connection] = set()
+        self.connecting: set[Connecting] = set()
+        self.all_closed = asyncio.Event()
+        self.all_closed.set()
+        self.tls = tls
         self._sweep: asyncio.TimerHandle | None = None
 
-    async def send(
+    def send(
         self, url: str, path: str, headers: Mapping[str, str], body: bytes | None = None
-    ) -> Answer:
+    ) -> Awaitable[Answer]:
         """Send a POST to `path` under `url`, or a GET where there is no body; wait for the answer's head.
 
         Raises:
             ConnectError: there is no connection.
             LostError: the connection ended before the head of the answer was there.
         """
-        answer = self.start(url, path, header_lines(headers), body)
-        try:
-            await answer.head()
-        except BaseException:
-            answer.close()
-            raise
-        return answer
+        return awaiting.send(self, url, path, headers, body)
 
     def start(self, url: str, path: str, lines: bytes, body: bytes | None = None) -> Answer:
         """Send the same, at once or on a connection that is made for it; the answer may fail as `send` does.
@@ -113,59 +109,44 @@ class HttpClient:
             answer = Answer(connection, self._loop)
             connection.send(answer, head, body)
             return answer
-        return _Connecting(self, origin, head, body).answer
+        return Connecting(self, origin, head, body).answer
 
-    async def close(self) -> None:
+    def close(self) -> Awaitable[None]:
         """Close all connections."""
+        return awaiting.close_client(self)
+
+    def abort_all(self) -> None:
+        """Close all connections, also those that are being made, without waiting for their ends."""
         if self._sweep is not None:
             self._sweep.cancel()
         for connecting in list(self.connecting):
             connecting.abort()
         for connection in list(self._connections):
             connection.abort()
-        await self._all_closed.wait()
 
-    def unused(self, connection: _Connection) -> None:
+    def unused(self, connection: Connection) -> None:
         """A connection can serve again."""
         self._shelves.setdefault(connection.origin, _Shelf()).idle.append(connection)
         if self._sweep is None:
             self._sweep = self._loop.call_later(_SWEEP_SECONDS, self._close_idle)
 
-    def opened(self, connection: _Connection) -> None:
+    def opened(self, connection: Connection) -> None:
         """A connection is there."""
         self._connections.add(connection)
-        self._all_closed.clear()
+        self.all_closed.clear()
 
-    def closed(self, connection: _Connection) -> None:
+    def closed(self, connection: Connection) -> None:
         """A connection is gone."""
         self._connections.discard(connection)
         if not self._connections:
-            self._all_closed.set()
+            self.all_closed.set()
         shelf = self._shelves.get(connection.origin)
         if shelf is not None and connection in shelf.idle:
             shelf.idle.remove(connection)
 
-    async def connected(self, origin: Origin) -> _Connection:
-        """A new connection.
-
-        Raises:
-            ConnectError: there is none.
-        """
-        tls = self._tls if origin.tls else None
-        connection = _Connection(self, origin, self._loop)
-        try:
-            async with asyncio.timeout(self._connect_seconds):
-                await self._loop.create_connection(lambda: connection, origin.host, origin.port, ssl=tls)
-        except BaseException as error:
-            # uvloop tells no protocol of the end of a connection whose making was cancelled.
-            connection.abort()
-            self.closed(connection)
-            if isinstance(error, TimeoutError):
-                raise ConnectError(f"no connection within {self._connect_seconds:g} s") from error
-            if isinstance(error, OSError):
-                raise ConnectError(str(error) or type(error).__name__) from error
-            raise
-        return connection
+    def unconnected(self, origin: Origin) -> Connection:
+        """What a new connection to the origin tells its events."""
+        return Connection(self, origin, self._loop)
 
     def _close_idle(self) -> None:
         self._sweep = None
@@ -179,14 +160,14 @@ class HttpClient:
             self._sweep = self._loop.call_later(_SWEEP_SECONDS, self._close_idle)
 
 
-class _Connecting:
+class Connecting:
     """What stands for a connection while that is being made for its first request."""
 
     def __init__(self, client: HttpClient, origin: Origin, head: bytes, body: bytes | None) -> None:
         loop = asyncio.get_running_loop()
         self.answer = Answer(self, loop)
-        self._client = client
-        self._task = loop.create_task(self._run(origin, head, body))
+        self.client = client
+        self._task = loop.create_task(awaiting.connect(self, origin, head, body))
         client.connecting.add(self)
         # A task that is cancelled before it has begun runs no `finally` of its own.
         self._task.add_done_callback(lambda _: client.connecting.discard(self))
@@ -201,17 +182,8 @@ class _Connecting:
         """Make no connection."""
         self._task.cancel()
 
-    async def _run(self, origin: Origin, head: bytes, body: bytes | None) -> None:
-        try:
-            connection = await self._client.connected(origin)
-        except ConnectError as error:
-            self.answer.fail(error)
-        else:
-            self.answer.connection = connection
-            connection.send(self.answer, head, body)
 
-
-class _Connection(asyncio.Protocol):
+class Connection(asyncio.Protocol):
     """One connection to one origin, with one request at a time."""
 
     def __init__(self, client: HttpClient, origin: Origin, loop: asyncio.AbstractEventLoop) -> None:

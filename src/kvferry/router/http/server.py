@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from kvferry.router.ground.errors import Cause, RequestError
+from kvferry.router.http import awaiting
 from kvferry.router.http.messages import date, header_lines, status_line
 from kvferry.router.http.reading import Readers, Request, RequestReader
 
@@ -23,8 +24,6 @@ _LINGER_SECONDS = 1.0
 _WAITING_MAX = 8
 """How many requests may wait on one connection; those of one read more."""
 _SWEEP_SECONDS = 5.0
-_HANDSHAKE_SECONDS = 10.0
-_BACKLOG = 1024
 _BUFFERED_BYTES_MAX = 64 << 10
 """What transports hold before they say that it is much."""
 
@@ -50,7 +49,7 @@ class App(Protocol):
     def begin(self, request: Request, reply: Reply) -> Serving | None:
         """Answer the request without a task, and tell `reply` when it is over; None: `handle` shall do it."""
 
-    async def handle(self, request: Request, reply: Reply, begun: Any = None) -> None:
+    def handle(self, request: Request, reply: Reply, begun: Any = None) -> Awaitable[None]:
         """Answer the request, whatever happens; cancelled when the client is gone.
 
         `begun` is what has been given to `Reply.serve_on`.
@@ -89,7 +88,7 @@ class Reply:
         "task_begins",
     )
 
-    def __init__(self, connection: Connection, request: Request) -> None:
+    def __init__(self, connection: ClientConnection, request: Request) -> None:
         self.task_begins = False
         """Whether a task serves it, which has begun to."""
         self._connection = connection
@@ -139,9 +138,18 @@ class Reply:
             piece = self._head + piece
         self._connection.write(piece)
 
-    async def room(self) -> None:
+    def room(self) -> Awaitable[None]:
         """Wait until the client has read most of what was sent."""
-        await self._connection.room()
+        return awaiting.room(self)
+
+    @property
+    def buffers_much(self) -> bool:
+        """Whether much of what was sent has not been written yet."""
+        return self._connection.buffers_much
+
+    def room_waiter(self) -> asyncio.Future[None]:
+        """A future that is done when the client has caught up, or is gone."""
+        return self._connection.room_waiter()
 
     def when_room(self, resume: Callable[[], None]) -> None:
         """Call `resume` once when the client has read most of what was sent."""
@@ -168,7 +176,7 @@ class Reply:
         return b"".join((status_line(status), header_lines(headers), length, date.line(), end))
 
 
-class Connection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """One client's connection."""
 
     def __init__(self, server: HttpServer) -> None:
@@ -270,14 +278,21 @@ class Connection(asyncio.Protocol):
             raise ConnectionResetError("the client is gone")
         self.transport.write(data)
 
-    async def room(self) -> None:
-        """Wait until the transport's buffer is low."""
-        if self.transport is not None and self.transport.get_write_buffer_size() > _BUFFERED_BYTES_MAX:
-            # uvloop writes, and finds that it cannot, after the present callbacks.
-            await asyncio.sleep(0)
-        while self.paused:
-            self._room = self._loop.create_future()
-            await self._room
+    @property
+    def buffers_much(self) -> bool:
+        """Whether the transport's buffer is beyond its mark."""
+        transport = self.transport
+        return transport is not None and transport.get_write_buffer_size() > _BUFFERED_BYTES_MAX
+
+    def room_waiter(self) -> asyncio.Future[None]:
+        """A future that is done when the transport's buffer is low."""
+        self._room = self._loop.create_future()
+        return self._room
+
+    @property
+    def app(self) -> App:
+        """What is served."""
+        return self._server.app
 
     def hang_up(self) -> None:
         """Abort the connection."""
@@ -286,7 +301,7 @@ class Connection(asyncio.Protocol):
 
     def go_on(self, reply: Reply, begun: object = None) -> asyncio.Task[None]:
         """Serve by a task, also what has `begun` without one."""
-        task = self._loop.create_task(self._run(reply, begun))
+        task = self._loop.create_task(awaiting.serve(self, reply, begun))
         self.serving = task
         return task
 
@@ -301,13 +316,6 @@ class Connection(asyncio.Protocol):
         elif self.serving is _BEGINNING:
             # Else it is over, or a task goes on with it.
             self.serving = serving
-
-    async def _run(self, reply: Reply, begun: object) -> None:
-        reply.task_begins = True
-        try:
-            await self._server.app.handle(reply.request, reply, begun)
-        finally:
-            self.ended(reply)
 
     def ended(self, reply: Reply) -> None:
         """A request has been served."""
@@ -348,67 +356,73 @@ class HttpServer:
         self.app = app
         self.limits = limits
         self.loop = asyncio.get_running_loop()
-        self.connections: set[Connection] = set()
+        self.connections: set[ClientConnection] = set()
         self.closing = False
-        self._deserted = asyncio.Event()
-        self._deserted.set()
+        self.deserted = asyncio.Event()
+        self.deserted.set()
         self._server: asyncio.Server | None = None
         self._sweep: asyncio.TimerHandle | None = None
 
-    async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
+    def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> Awaitable[None]:
         """Listen.
 
         Raises:
             OSError: it cannot.
         """
-        self._server = await self.loop.create_server(
-            lambda: Connection(self),
-            host,
-            port,
-            ssl=tls,
-            ssl_handshake_timeout=None if tls is None else _HANDSHAKE_SECONDS,
-            backlog=_BACKLOG,
-            reuse_address=True,
-        )
+        return awaiting.start(self, host, port, tls)
+
+    def accept(self) -> ClientConnection:
+        """What a new connection tells its events."""
+        return ClientConnection(self)
+
+    def listens(self, server: asyncio.Server) -> None:
+        """The sockets are open."""
+        self._server = server
 
     @property
     def address(self) -> tuple[str, int]:
         """Where it listens."""
-        assert self._server is not None
-        host, port = self._server.sockets[0].getsockname()[:2]
+        # uvloop's server has its sockets in a list, where asyncio's has a tuple.
+        server: Any = self._server
+        host, port = server.sockets[0].getsockname()[:2]
         return host, port
 
-    async def close(self) -> None:
+    def close(self) -> Awaitable[None]:
         """Stop listening, cancel what is being served, close all connections."""
+        return awaiting.close_server(self)
+
+    def cancel_all(self) -> list[asyncio.Task[Any]]:
+        """Stop listening and cancel what is being served; the tasks that are still to end."""
         self.closing = True
         if self._server is not None:
             self._server.close()
         if self._sweep is not None:
             self._sweep.cancel()
         serving = [connection.serving for connection in self.connections]
-        tasks = [each for each in serving if isinstance(each, asyncio.Task)]
-        for connection in list(self.connections):
-            if connection.serving is not None:
-                connection.serving.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for each in serving:
+            if each is not None:
+                each.cancel()
+        return [each for each in serving if isinstance(each, asyncio.Task)]
+
+    def hang_up_all(self) -> None:
+        """Close all connections."""
         for connection in list(self.connections):
             connection.hang_up()
-        await self._deserted.wait()
 
-    def opened(self, connection: Connection) -> None:
+    def opened(self, connection: ClientConnection) -> None:
         """A connection is there; one too many is closed."""
         self.connections.add(connection)
-        self._deserted.clear()
+        self.deserted.clear()
         if len(self.connections) > self.limits.connections_max or self.closing:
             connection.hang_up()
         elif self._sweep is None:
             self._sweep = self.loop.call_later(_SWEEP_SECONDS, self._close_idle)
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: ClientConnection) -> None:
         """A connection is gone."""
         self.connections.discard(connection)
         if not self.connections:
-            self._deserted.set()
+            self.deserted.set()
 
     def _close_idle(self) -> None:
         self._sweep = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -12,7 +12,8 @@ from kvferry.router.api.openai import error_message
 from kvferry.router.api.sse import DONE, EventSplitter, data_of
 from kvferry.router.engines.worker import Worker
 from kvferry.router.ground.errors import JSON, EngineAnswer, EventTooLongError
-from kvferry.router.http.answers import Answer, LostError
+from kvferry.router.http.answers import Answer
+from kvferry.router.legs import awaited
 from kvferry.router.legs.failures import LegError, Reason
 
 _END_OF_BODY_SECONDS = 0.5
@@ -40,44 +41,39 @@ class DecodeStream:
         self.worker = worker
         self.reads = 0
         """How often something has come."""
-        self._answer = answer
+        self.answer = answer
         self._event_bytes_max = event_bytes_max
-        self._splitter = EventSplitter(event_bytes_max)
-        self._give_back: Callable[[], None] = lambda: None
-        self._first: list[bytes] | None = None
-        self._first_whole = False
+        self.splitter = EventSplitter(event_bytes_max)
+        self._give_back: Callable[[], None] | None = None
+        self.first: list[bytes] | None = None
+        self.first_whole = False
         """Whether the first events are one piece that was not cut."""
-        self._failure: LegError | None = None
+        self.failure: LegError | None = None
         self.finished = False
         """Whether `[DONE]` has come; a sink that is told of events then is told of the end at once."""
         self._sink: Sink | None = None
 
-    async def open(self) -> None:
+    def open(self) -> Awaitable[None]:
         """Wait for the first event with data.
 
         Raises:
             LegError: the stream ends or fails before it.
         """
-        self._first = await self._opening()
-        if self._first is None:
-            raise LegError(self.worker, Reason.LOST, "the stream ended without an event")
+        return awaited.open_stream(self)
 
     def closes(self, give_back: Callable[[], None]) -> None:
         """Hand over what `close` calls once: it gives back the connection and the worker's slot."""
         self._give_back = give_back
 
-    async def more(self) -> list[bytes] | None:
+    def more(self) -> Awaitable[list[bytes] | None]:
         """The events that have arrived since, at least one; None after `[DONE]`, which is not one of them.
 
         Raises:
             LegError: the engine reports an error, or the stream ends without `[DONE]`.
         """
-        if self._first is not None:
-            first, self._first = self._first, None
-            return self._events(first[0]) if self._first_whole else first
-        return await self._next()
+        return awaited.more(self)
 
-    async def pour(self, told: Callable[[list[bytes]], None], plain: Callable[[bytes], None]) -> None:
+    def pour(self, told: Callable[[list[bytes]], None], plain: Callable[[bytes], None]) -> Awaitable[None]:
         """Give all events that come until `[DONE]` to `told`, each as soon as it is there.
 
         Whole events that have nothing in them that is changed on its way, no usage and no
@@ -86,22 +82,7 @@ class DecodeStream:
         Raises:
             LegError: the engine reports an error, or the stream ends without `[DONE]`.
         """
-        if self._first is not None:
-            first, self._first = self._first, None
-            if self._first_whole:
-                plain(first[0])
-            else:
-                told(first)
-        if self._failure is not None:
-            raise self._failure
-        if not self.finished:
-            poured = _Poured(told, plain)
-            self.flow(poured)
-            self._answer.pour(self.arrived)
-            try:
-                await poured.over
-            finally:
-                self._answer.stop_pouring()
+        return awaited.pour(self, told, plain)
 
     def flow(self, sink: Sink) -> None:
         """Give what `arrived` is told of to `sink`."""
@@ -109,34 +90,33 @@ class DecodeStream:
 
     def hold(self) -> None:
         """Read no more for now."""
-        self._answer.hold()
+        self.answer.hold()
 
     def go_on(self) -> None:
         """Read again."""
-        self._answer.go_on()
+        self.answer.go_on()
 
     def abort(self) -> None:
         """End the leg as if its connection were lost: whoever waits for more gets a `LegError`."""
-        self._answer.abort()
+        self.answer.abort()
 
     def close(self) -> None:
         """End the leg; an engine that has not finished learns it by the closed connection.
 
         After `[DONE]` the body's end is still read, for a moment, so that the connection can serve again.
         """
-        give_back, self._give_back = self._give_back, lambda: None
+        give_back, self._give_back = self._give_back, None
         self._sink = None
-        if not self.finished or self._answer.ended:
-            give_back()
+        if give_back is None:
             return
-        late = asyncio.get_running_loop().call_later(_END_OF_BODY_SECONDS, give_back)
+        if not self.finished or self.answer.ended:
+            give_back()
+        else:
+            self.answer.pour(_End(give_back).arrived)
 
-        def ended(data: bytes) -> None:
-            if not data:
-                late.cancel()
-                give_back()
-
-        self._answer.pour(ended)
+    def is_plain(self, data: bytes) -> bool:
+        """Whether these are whole events that may go to the client unread."""
+        return plain_until(data) == len(data) <= self._event_bytes_max
 
     def arrived(self, data: bytes) -> None:
         """Take in what the connection has read, nothing at the end; called by it."""
@@ -158,60 +138,39 @@ class DecodeStream:
 
     def _sort(self, sink: Sink, data: bytes) -> None:
         if not data:
-            raise self._ended()
+            raise self.ended_early()
         self.reads += 1
-        if self._splitter.empty and len(data) <= self._event_bytes_max:
-            end = _plain_until(data)
+        if self.splitter.empty and len(data) <= self._event_bytes_max:
+            end = plain_until(data)
             if end:
                 # If it is not all, the rest is `[DONE]`.
                 self.finished = end < len(data)
                 sink.plain(data[:end])
                 return
-        events = self._events(data)
+        events = self.events_in(data)
         if events:
             sink.told(events)
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
 
-    async def _opening(self) -> list[bytes] | None:
-        """The first events: one piece, not cut, when they are whole and plain."""
-        data = await self._read()
-        if _plain_until(data) == len(data) <= self._event_bytes_max:
-            self._first_whole = True
-            return [data]
-        return self._events(data) or await self._next()
-
-    async def _next(self) -> list[bytes] | None:
-        while not self.finished:
-            if self._failure is not None:
-                raise self._failure
-            events = self._events(await self._read())
-            if events:
-                return events
-        return None
-
-    async def _read(self) -> bytes:
-        try:
-            data = await self._answer.read()
-        except LostError as error:
-            raise LegError(self.worker, Reason.LOST, f"the stream broke: {error}") from error
-        if not data:
-            raise self._ended()
-        self.reads += 1
-        return data
-
-    def _ended(self) -> LegError:
-        failure = self._answer.failure
+    def ended_early(self) -> LegError:
+        """Why no more comes, though `[DONE]` has not come."""
+        failure = self.answer.failure
         if failure is not None:
             return LegError(self.worker, Reason.LOST, f"the stream broke: {failure}")
         return LegError(self.worker, Reason.LOST, "the stream ended before its answer did")
 
-    def _events(self, data: bytes) -> list[bytes]:
+    def events_in(self, data: bytes) -> list[bytes]:
+        """The events that `data` completes; `finished` and `failure` tell what else was in it.
+
+        Raises:
+            LegError: one is too long.
+        """
         try:
-            events = self._splitter.feed(data)
+            events = self.splitter.feed(data)
         except EventTooLongError as error:
             raise LegError(self.worker, Reason.ERROR, str(error)) from error
-        told, self.finished, self._failure = self._sorted(events)
+        told, self.finished, self.failure = self._sorted(events)
         return told
 
     def _sorted(self, events: list[bytes]) -> tuple[list[bytes], bool, LegError | None]:
@@ -235,24 +194,23 @@ class DecodeStream:
         return LegError(self.worker, reason, message, EngineAnswer(code, data, JSON))
 
 
-class _Poured:
-    """A sink that somebody waits for."""
+class _End:
+    """Waits for the end of a stream's body, but not for long."""
 
-    def __init__(self, told: Callable[[list[bytes]], None], plain: Callable[[bytes], None]) -> None:
-        self.told = told
-        self.plain = plain
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    __slots__ = ("_give_back", "_late")
 
-    def end(self, error: Exception | None) -> None:
-        if self.over.done():
-            return
-        if error is None:
-            self.over.set_result(None)
-        else:
-            self.over.set_exception(error)
+    def __init__(self, give_back: Callable[[], None]) -> None:
+        self._give_back = give_back
+        self._late = asyncio.get_running_loop().call_later(_END_OF_BODY_SECONDS, give_back)
+
+    def arrived(self, data: bytes) -> None:
+        """A piece of it has come, nothing at its end."""
+        if not data:
+            self._late.cancel()
+            self._give_back()
 
 
-def _plain_until(data: bytes) -> int:
+def plain_until(data: bytes) -> int:
     """Until where whole events may go to the client unread: nothing in them ends or changes anything.
 
     That is all of it, all but `[DONE]` at the end, or 0.

@@ -21,8 +21,9 @@ from kvferry.router.api.openai import PARAMS, Body, cached_tokens_of, error_mess
 from kvferry.router.engines.pool import Pool, Worker
 from kvferry.router.ground.errors import JSON, EngineAnswer
 from kvferry.router.ground.settings import RouterSettings
-from kvferry.router.http.answers import Answer, ConnectError, LostError
+from kvferry.router.http.answers import Answer
 from kvferry.router.http.client import HttpClient
+from kvferry.router.http.failures import ConnectError, LostError
 from kvferry.router.legs.failures import LegError, Reason
 from kvferry.router.legs.streams import DecodeStream
 from kvferry.router.record.metrics import RouterMetrics

@@ -19,7 +19,7 @@ from kvferry.router.operation.admin import Admin
 from kvferry.router.operation.status import Status, page_of, status_of
 from kvferry.router.record.metrics import CONTENT_TYPE
 from kvferry.router.serving.admission import Admission
-from kvferry.router.serving.exchange import forwarded
+from kvferry.router.serving.asking import forwarded
 
 PageHandler = Callable[[Request], Awaitable["Page"]]
 _MODEL = "/v1/models/"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Callable
 from types import TracebackType
 
 import msgspec
@@ -14,24 +12,14 @@ from kvferry.router.api.sse import event_of
 from kvferry.router.dispatch.dispatcher import Dispatcher
 from kvferry.router.dispatch.push import Begun
 from kvferry.router.ground.errors import JSON, Cause, RequestError
-from kvferry.router.ground.randoms import randoms
-from kvferry.router.ground.settings import RouterSettings
 from kvferry.router.ground.timeouts import Timeouts
 from kvferry.router.http.reading import Request
 from kvferry.router.http.server import Reply
-from kvferry.router.record.metrics import RouterMetrics
 from kvferry.router.record.timeline import Timeline
+from kvferry.router.serving.asking import forwarded, session_of
+from kvferry.router.serving.outlet import StreamOutlet
 from kvferry.router.serving.relay import Account, Relay
 
-FORWARDED_HEADERS = {
-    b"authorization": "Authorization",
-    b"traceparent": "traceparent",
-    b"tracestate": "tracestate",
-}
-_FORWARDED = frozenset(FORWARDED_HEADERS)
-_EVENT_STREAM = "text/event-stream; charset=utf-8"
-_REQUEST_ID = re.compile(r"[0-9A-Za-z_.:-]{1,128}")
-_SESSION = re.compile(r"[\x20-\x7e]{1,256}")
 _LAST_WORDS_SECONDS = 1.0
 """How long a client that does not read may delay the end of its broken stream."""
 
@@ -147,54 +135,6 @@ class Exchange:
         await send_whole(self._reply, 200, headers, answer, self._timeline)
 
 
-class StreamOutlet:
-    """Sends a stream's pieces, and measures the time before and between them."""
-
-    def __init__(self, reply: Reply, request_id: str, timeline: Timeline, metrics: RouterMetrics) -> None:
-        self._reply = reply
-        self._headers = {
-            "X-Request-Id": request_id,
-            "Content-Type": _EVENT_STREAM,
-            "Cache-Control": "no-cache",
-        }
-        self._timeline = timeline
-        self._metrics = metrics
-        self._between = metrics.itl.labels()
-        self._clock = asyncio.get_running_loop().time
-        self._before = 0.0
-
-    def write(self, piece: bytes) -> bool:
-        """Send a piece; whether the client is behind with reading.
-
-        Nothing is promised before the first one, so a failure until then has a status.
-        """
-        self._note()
-        return self._reply.write(piece)
-
-    def end(self, piece: bytes) -> None:
-        """Send the last piece, which may be the only one."""
-        self._note()
-        self._reply.end(piece)
-
-    def _note(self) -> None:
-        now = self._clock()
-        if self._before:
-            self._between.observe(now - self._before)
-        else:
-            self._reply.begin(self._headers)
-            self._timeline.first_byte = now
-            self._metrics.ttft.observe(now - self._timeline.arrived)
-        self._before = now
-
-    async def room(self) -> None:
-        """Wait until the client has caught up."""
-        await self._reply.room()
-
-    def when_room(self, resume: Callable[[], None]) -> None:
-        """Call `resume` once when it has."""
-        self._reply.when_room(resume)
-
-
 async def send_whole(
     reply: Reply, status: int, headers: dict[str, str], body: bytes, timeline: Timeline
 ) -> None:
@@ -223,35 +163,3 @@ async def say_why(reply: Reply, error: RequestError) -> None:
             await reply.room()
     except (TimeoutError, ConnectionError):
         reply.hang_up()
-
-
-def forwarded(request: Request, settings: RouterSettings) -> dict[str, str]:
-    """What engines get of a client's headers; their own key instead of the client's where they have one."""
-    headers = request.headers
-    told: dict[str, str] = {}
-    if settings.engine_api_key is None and _FORWARDED.isdisjoint(headers):
-        return told
-    for name, shown in FORWARDED_HEADERS.items():
-        value = headers.get(name)
-        if value and value.isascii():
-            told[shown] = value.decode()
-    if settings.engine_api_key is not None:
-        told["Authorization"] = f"Bearer {settings.engine_api_key}"
-    return told
-
-
-def request_id_of(request: Request) -> str:
-    """The client's id for its request if it is sane, else one of ours."""
-    given = request.header(b"x-request-id")
-    if not given:
-        return randoms.digits(32)
-    return given if _REQUEST_ID.fullmatch(given) else randoms.digits(32)
-
-
-def session_of(request: Request) -> str | None:
-    """The client's name for its conversation, if it is sane; it is its own among those of other keys."""
-    given = request.header(b"x-session-id")
-    if not given:
-        return None
-    key = request.headers.get(b"authorization", b"")
-    return f"{key.decode()}\n{given}" if _SESSION.fullmatch(given) and key.isascii() else None

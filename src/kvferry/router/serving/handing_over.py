@@ -14,7 +14,8 @@ from kvferry.router.dispatch.attempts import Beginning
 from kvferry.router.dispatch.choosing import Choosing
 from kvferry.router.dispatch.dispatcher import Dispatcher
 from kvferry.router.dispatch.open_legs import OpenLeg, PrefillLeg
-from kvferry.router.dispatch.prompts import Prompt, close_stream, leg_task, may_be_held
+from kvferry.router.dispatch.prompt import Prompt
+from kvferry.router.dispatch.prompts import close_stream, leg_task, may_be_held
 from kvferry.router.dispatch.push import Begun, Legs
 from kvferry.router.dispatch.sending import Sending
 from kvferry.router.engines.pool import Worker

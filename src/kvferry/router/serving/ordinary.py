@@ -14,7 +14,7 @@ from kvferry.handoff import DecodeParams, PrefillParams, SourceParams
 from kvferry.ids import TransferId
 from kvferry.router.api.openai import Endpoint, decode_body, prefill_body, read, with_params
 from kvferry.router.dispatch.choosing import ask_of
-from kvferry.router.dispatch.prompts import Prompt
+from kvferry.router.dispatch.prompt import Prompt
 from kvferry.router.dispatch.sending import leg_headers
 from kvferry.router.engines.pool import Role
 from kvferry.router.ground.errors import JSON, RequestError
@@ -23,7 +23,7 @@ from kvferry.router.http.messages import header_lines
 from kvferry.router.http.reading import Request
 from kvferry.router.http.server import Reply
 from kvferry.router.record.timeline import Timeline
-from kvferry.router.serving.exchange import forwarded, request_id_of, session_of
+from kvferry.router.serving.asking import forwarded, request_id_of, session_of
 from kvferry.router.serving.handing_over import Asked, Chosen, Desk
 from kvferry.router.serving.ordinary_push import OrdinaryPush
 

@@ -15,13 +15,13 @@ import msgspec
 from kvferry.router.api.openai import PARAMS, Body, client_answer
 from kvferry.router.api.sse import DONE, event_of
 from kvferry.router.dispatch.open_legs import OpenLeg, PrefillLeg, StreamLeg, WholeLeg
-from kvferry.router.dispatch.prompts import Route
+from kvferry.router.dispatch.prompt import Route
 from kvferry.router.engines.pool import same_engine
 from kvferry.router.ground.errors import JSON, Cause, RequestError
 from kvferry.router.legs.failures import LegError, Reason
 from kvferry.router.legs.tasks import DecodeStream, PrefillAnswer
-from kvferry.router.serving.exchange import StreamOutlet
 from kvferry.router.serving.handing_over import Asked, Chosen, Desk, abandon, handed_over, sending_of
+from kvferry.router.serving.outlet import StreamOutlet
 from kvferry.router.serving.relay import client_event, params_in
 
 logger = logging.getLogger(__name__)

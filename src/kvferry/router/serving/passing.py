@@ -21,7 +21,9 @@ from kvferry.router.http.server import Reply
 from kvferry.router.legs.failures import LegError, Reason
 from kvferry.router.legs.tasks import Call, read_bounded
 from kvferry.router.record.timeline import Timeline
-from kvferry.router.serving.exchange import StreamOutlet, forwarded, send_whole
+from kvferry.router.serving.asking import forwarded
+from kvferry.router.serving.exchange import send_whole
+from kvferry.router.serving.outlet import StreamOutlet
 
 PASSED = frozenset(
     {

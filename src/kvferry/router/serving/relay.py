@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,7 +13,8 @@ import msgspec
 from kvferry.router.api.openai import PARAMS, Body, ClientRequest, client_answer, joined, shifted, summed
 from kvferry.router.api.sse import DONE, data_of, event_of
 from kvferry.router.dispatch.dispatcher import Dispatcher
-from kvferry.router.dispatch.prompts import Prompt, Route, Served
+from kvferry.router.dispatch.prompt import Prompt, Route
+from kvferry.router.dispatch.prompts import Served
 from kvferry.router.dispatch.push import Begun
 from kvferry.router.ground.errors import Cause
 from kvferry.router.legs.tasks import DecodeStream, LegError, Reason
@@ -29,7 +30,7 @@ class Outlet(Protocol):
     def write(self, piece: bytes) -> bool:
         """Send a piece; the first one begins the answer. Whether the client is behind with reading."""
 
-    async def room(self) -> None:
+    def room(self) -> Awaitable[None]:
         """Wait until the client has caught up."""
 
     def when_room(self, resume: Callable[[], None]) -> None:
