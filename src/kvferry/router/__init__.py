@@ -4,7 +4,10 @@
 NIXL.
 """
 
-from kvferry import compiled
+from kvferry.compiled import install_once
+from kvferry.compiled import state as code_state
+
+__all__ = ["code_state"]
 
 # Before any module of the router is imported: afterwards it would be too late for that module.
-compiled.install_once()
+install_once()

@@ -16,8 +16,8 @@ from typing import Self
 
 import aiohttp
 
-from kvferry import compiled
 from kvferry.errors import UsageError
+from kvferry.router import code_state
 from kvferry.router.app import Api
 from kvferry.router.dispatch.dispatcher import Dispatcher
 from kvferry.router.engines.discovery import Discovery, alone
@@ -204,7 +204,7 @@ async def _serve_until(
         gc.set_threshold(_COLLECT_AFTER_OBJECTS, 20, 20)
         sys.stdout.write(f"kvferry router listens on {server.url}\n")
         sys.stdout.flush()
-        logger.info("the hot path is %s", compiled.state())
+        logger.info("the hot path is %s", code_state())
         reloading = asyncio.create_task(_reload(server, again, arguments))
         await stop.wait()
         reloading.cancel()

@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 import kvferry
-from kvferry import compiled
+from kvferry.router import code_state
 from kvferry.router.engines.pool import Pool, Role, Worker
 from kvferry.router.ground.settings import RouterSettings
 from kvferry.router.operation.admin import described
@@ -30,7 +30,7 @@ def status_of(pool: Pool, admission: Admission, settings: RouterSettings, up_sec
     now = pool.clock()
     return {
         "version": kvferry.__version__,
-        "code": compiled.state(),
+        "code": code_state(),
         "up_seconds": round(up_seconds, 3),
         "ready": pool.ready and not admission.closed,
         "draining": admission.closed,
