@@ -1,4 +1,4 @@
-"""How the router's modules are compiled, on two small ones: what is made is used, what does not fit is not."""
+"""How the router's modules are compiled, on two small ones: what is made is used, unless it does not fit."""
 
 from __future__ import annotations
 
