@@ -149,6 +149,8 @@ def missing_tools() -> list[str]:
     compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
     if shutil.which(compiler.split()[0]) is None:
         lacking.append("a C compiler")
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        lacking.append("Python's headers (python3-dev)")
     return lacking
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -91,3 +92,21 @@ def test_what_is_tested_is_what_was_compiled() -> None:
     assert compiled.state() == "compiled"
     for name in compiled.listed():
         assert str(sys.modules[name].__file__).endswith(compiled.suffix())
+
+
+def test_a_host_without_headers_is_told_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler alone compiles nothing, and set-up is to go on interpreted there, too."""
+    root = Path(__file__).parents[3]
+    spec = importlib.util.spec_from_file_location("_compile_router", root / "scripts/compile_router.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    headers = tmp_path / "Python.h"
+    monkeypatch.setattr(script.sysconfig, "get_path", lambda name: str(tmp_path) if name == "include" else "")
+    told = "Python's headers (python3-dev)"
+    assert told in script.missing_tools()
+    headers.write_text("")
+    assert told not in script.missing_tools()
